@@ -158,34 +158,32 @@ def fail(message):
 
 def check_args(args):
     """Refuses what cannot work, by name, before anything is built or written."""
-    for name, low, high in (
-        ("total_timesteps", 1, np.inf), ("learning_rate", 0, np.inf), ("num_envs", 1, np.inf), ("num_steps", 1, np.inf),
-        ("gamma", 0, 1), ("gae_lambda", 0, 1), ("num_minibatches", 1, np.inf), ("update_epochs", 1, np.inf),
-        ("clip_coef", 0, np.inf), ("ent_coef", 0, np.inf), ("vf_coef", 0, np.inf), ("max_grad_norm", 0, np.inf),
-        ("max_episode_steps", 1, np.inf), ("stack_observations", 0, np.inf), ("checkpoint_interval", 0, np.inf),
-        ("cost_scale", 0, np.inf), ("cost_bias", -np.inf, np.inf), ("k", 1, np.inf), ("tolerance", 0, np.inf),
-        ("num_tolerance_samples", 1, np.inf), ("cost_percentile", 0, 100), ("ring_size", 1, np.inf),
-        ("negative_bias", 0, np.inf), ("positive_bias", 1, np.inf), ("rnet_start", 0, np.inf),
-        ("rnet_triplets", 1, np.inf), ("rnet_batch_size", 1, np.inf), ("rnet_learning_rate", 0, np.inf),
-        ("rnet_weight_decay", 0, np.inf), ("label_smoothing", 0, 1), ("rnet_ready_accuracy", 0, 1),
-    ):  # fmt: skip
-        value = getattr(args, name)
-        if not (low <= value <= high and np.isfinite(value)):
-            fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+    ranges = {
+        (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
+        "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size",
+        (
+            0,
+            np.inf,
+        ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
+        "cost_scale tolerance negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
+        (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
+        (0, 100): "cost_percentile",
+        (-np.inf, np.inf): "cost_bias",
+    }
+    for (low, high), names in ranges.items():
+        for name in names.split():
+            value = getattr(args, name)
+            if not (low <= value <= high and np.isfinite(value)):
+                fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     if min(args.rnet_intervals) < 1:
         fail(f"--rnet-intervals {args.rnet_intervals} is out of range, accepted: three numbers of at least 1")
-    if (args.num_envs * args.num_steps) % args.num_minibatches:
-        fail(
-            f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = "
-            f"{args.num_envs} * {args.num_steps} = {args.num_envs * args.num_steps}"
-        )
-    window = args.k + args.num_tolerance_samples * args.tolerance
-    if args.cost_scale and args.rnet == "learned" and args.ring_size // args.num_envs <= window:
-        fail(
-            f"--ring-size {args.ring_size} holds {args.ring_size // args.num_envs} steps of each of {args.num_envs} "
-            f"environments, the window k + N * tolerance needs more than {window}: --ring-size of at least "
-            f"{(window + 1) * args.num_envs}"
-        )
+    batch = args.num_envs * args.num_steps
+    if batch % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
+    window, rows = args.k + args.num_tolerance_samples * args.tolerance, args.ring_size // args.num_envs
+    if args.cost_scale and args.rnet == "learned" and rows <= max(window, args.k + args.negative_bias):
+        need = (max(window, args.k + args.negative_bias) + 1) * args.num_envs
+        fail(f"--ring-size {args.ring_size} is shorter than the window, accepted: {need} or more for these settings")
 
 
 # ENVIRONMENT #########################################################################################################
@@ -213,14 +211,14 @@ class NineRooms(FourRooms):
     def _gen_grid(self, width, height):
         self.grid = Grid(width, height)
         self.grid.wall_rect(0, 0, width, height)
-        rooms, side = range(3), (width - 1) // 3
+        side = (width - 1) // 3
         for wall in (side, 2 * side):
             self.grid.vert_wall(wall, 0)
             self.grid.horz_wall(0, wall)
         for wall in (side, 2 * side):
-            for room in rooms:
-                self.grid.set(wall, self._rand_int(room * side + 1, (room + 1) * side), None)
-                self.grid.set(self._rand_int(room * side + 1, (room + 1) * side), wall, None)
+            for corner in (0, side, 2 * side):
+                self.grid.set(wall, self._rand_int(corner + 1, corner + side), None)
+                self.grid.set(self._rand_int(corner + 1, corner + side), wall, None)
         self.place_agent()
         self.place_obj(Goal())
 
@@ -237,20 +235,19 @@ WORLDS = {
 class FullyObservable:
     """Mixed into a Farama environment: it shows the whole grid, encoded anew only when an object moved or changed."""
 
+    _cells, _doors, _flags = None, (), ()
+
     def gen_obs(self):
         cells = self.grid.grid
-        doors = [(door.is_open, door.is_locked) for door in self._doors] if self._cells == cells else None
-        if doors is None or doors != self._door_states:
+        if self._cells != cells or self._flags != [(door.is_open, door.is_locked) for door in self._doors]:
             self._cells = cells.copy()
             self._doors = [cell for cell in cells if isinstance(cell, Door)]
-            self._door_states = [(door.is_open, door.is_locked) for door in self._doors]
-            codes = [(1, 0, 0) if cell is None else cell.encode() for cell in cells]
-            self._image = np.array(codes, np.uint8).reshape(self.height, self.width, 3).transpose(1, 0, 2).copy()
-        image = self._image.copy()  # indexed [x][y], as Farama's
+            self._flags = [(door.is_open, door.is_locked) for door in self._doors]
+            codes = [(OBJECT_TO_IDX["empty"], 0, 0) if cell is None else cell.encode() for cell in cells]
+            self._image = np.array(codes, np.uint8).reshape(self.height, self.width, 3).swapaxes(0, 1)  # [x][y]
+        image = self._image.copy()
         image[self.agent_pos[0], self.agent_pos[1]] = (OBJECT_TO_IDX["agent"], 0, self.agent_dir)
         return {"image": image, "direction": self.agent_dir, "mission": self.mission}
-
-    _cells = _doors = _door_states = None
 
 
 def make_world(env_id, **kwargs):
@@ -285,16 +282,17 @@ class GridWorlds(gym.vector.VectorEnv):
         self.single_action_space = self.worlds[0].action_space
         self.done = np.zeros(num_envs, bool)
 
-    def _begin(self, i, seed=None):
+    def _begin(self, i):
         """Starts world i's next episode and notes what rebuilds it: the random state before, the actions since."""
-        self.rng_states[i] = None if seed is not None else self.worlds[i].np_random.bit_generator.state
-        self.seeds[i], self.actions[i] = seed, []
-        return self.worlds[i].reset(seed=seed)[0]["image"]
+        self.rng_states[i], self.actions[i] = self.worlds[i].np_random.bit_generator.state, []
+        return self.worlds[i].reset()[0]["image"]
 
     def reset(self, *, seed=None, options=None):
-        self.rng_states, self.seeds, self.actions = ([None] * self.num_envs for _ in range(3))
+        self.rng_states, self.actions = [None] * self.num_envs, [None] * self.num_envs
         self.done[:] = False
-        return np.stack([self._begin(i, None if seed is None else seed + i) for i in range(self.num_envs)]), {}
+        for i, world in enumerate(self.worlds):
+            gym.Env.reset(world, seed=None if seed is None else seed + i)  # seeds only, as SyncVectorEnv does
+        return np.stack([self._begin(i) for i in range(self.num_envs)]), {}
 
     def step(self, actions):
         obs = np.empty((self.num_envs, *self.single_observation_space.shape), np.uint8)
@@ -311,18 +309,15 @@ class GridWorlds(gym.vector.VectorEnv):
         return obs, rewards, terminations, truncations, {}
 
     def state_dict(self):
-        return {
-            "rng_states": list(self.rng_states), "seeds": list(self.seeds), "done": self.done.tolist(),
-            "actions": [list(actions) for actions in self.actions],
-        }  # fmt: skip
+        actions = [list(actions) for actions in self.actions]
+        return {"rng_states": list(self.rng_states), "actions": actions, "done": self.done.tolist()}
 
     def load_state_dict(self, state):
         """Plays every world back to where it was: same random state, same actions, by Farama's own rules."""
-        self.reset(seed=0)
+        self.reset()
         for i, world in enumerate(self.worlds):
-            if state["rng_states"][i] is not None:
-                world.np_random.bit_generator.state = state["rng_states"][i]
-            self._begin(i, state["seeds"][i])
+            world.np_random.bit_generator.state = state["rng_states"][i]
+            self._begin(i)
             self.actions[i] = list(state["actions"][i])
             for action in self.actions[i]:
                 world.step(action)
@@ -767,7 +762,7 @@ if __name__ == "__main__":
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
     versions = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
-        "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+        "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
         "gymnasium": gym.__version__, "minigrid": minigrid.__version__,
     }  # fmt: skip
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
@@ -951,7 +946,7 @@ if __name__ == "__main__":
                 "charts/episodic_length": np.mean(finished_lengths),
                 "charts/success_rate": np.mean(np.array(finished_returns) > 0),
             }
-        charts = {name: float(value) for name, value in charts.items()}
+        charts = {name: torch.as_tensor(value).item() for name, value in charts.items()}  # waits for the device
         for name, value in charts.items():
             writer.add_scalar(name, value, global_step)
         if wandb_run:
