@@ -344,7 +344,8 @@ class GridCNN(nn.Module):
         self.register_buffer("code", torch.cat([torch.arange(n, dtype=torch.uint8) for n in codes]), persistent=False)
         in_channels = num_frames * (sum(codes) if encoding == "onehot" else 3)
         self.convs = nn.ModuleList(
-            layer_init(nn.Conv2d(inputs, outputs, 2)) for inputs, outputs in ((in_channels, 16), (32, 8), (16, 8))
+            layer_init(nn.Conv2d(inputs, outputs, 2, padding=1))
+            for inputs, outputs in ((in_channels, 16), (32, 8), (16, 8))
         )
         self.out_features = 16 * width * height
         self.to(memory_format=torch.channels_last)
@@ -354,9 +355,9 @@ class GridCNN(nn.Module):
         x = (x.index_select(-1, self.channel) == self.code).float() if self.encoding == "onehot" else x / 10
         x = x.flatten(3).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
         for conv in self.convs:
-            x = conv(F.pad(x, (0, 1, 0, 1)))  # SAME: TensorFlow pads an even kernel at the end
-            x = F.relu(torch.cat([x, -x], 1))  # CReLU
-        return x.flatten(1)
+            x = conv(x)[:, :, 1:, 1:]  # padded on all sides; SAME pads an even kernel at the end only
+            x = torch.cat([x, -x], 1).relu_()  # CReLU
+        return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
