@@ -528,6 +528,24 @@ def rnet_accuracy(positive_logits, negative_logits):
     return torch.cat([positive_logits > 0, negative_logits < 0]).float().mean()
 
 
+class Schedule:
+    """When the RNet trains next, and whether its last 20 training accuracies are good enough for it to be asked."""
+
+    def __init__(self, next_step, ready):
+        self.next_step, self.ready, self.accuracies = next_step, ready, []
+
+    def trained(self, global_step, intervals, accuracies, ready_accuracy):
+        self.next_step = global_step + intervals[(global_step >= 1e6) + (global_step >= 2e6)]
+        self.accuracies = (self.accuracies + accuracies)[-20:]
+        self.ready = sum(self.accuracies) / 20 > ready_accuracy
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
 class Oracle:
     """GT-SPRL (Appendix B): can the late state be reached in at most k - 1 steps? Found by breadth-first search with
     Farama's own step(), keys and doors included. `observe` gives each state a number and keeps its ball, the numbers of
@@ -648,20 +666,17 @@ def load_checkpoint(path, script):
 
 
 def plot_curve(history, title, path):
-    """Every chart of the history against steps, one panel each."""
+    """Draws every column of the history against steps."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [
-        name for name in ("return", "success", "cost_rate", "rnet_accuracy") if any(name in row for row in history)
-    ]
+    names = list(dict.fromkeys(name for row in history for name in row if name not in ("step", "length")))
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names):
-        points = [(row["step"], row[name]) for row in history if name in row]
-        axis.plot(*zip(*points))
-        axis.set(title=name.replace("_", " "), xlabel="environment steps", ylim=(-0.03, 1.03))
+        axis.plot(*zip(*((row["step"], row[name]) for row in history if name in row)))
+        axis.set(title=name.replace("_", " "), xlabel="environment steps")
         axis.grid(alpha=0.3)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=110)
@@ -694,23 +709,27 @@ if __name__ == "__main__":
     agent = Agent(envs, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}
-    rnet = ring = oracle = None
+    rnet = ring = oracle = observe = None
+    schedule = Schedule(args.rnet_start, ready=method == "gt-sprl")
     if method == "sprl":
         rnet = RNet(envs, args).to(device)
         rnet_optimizer = torch.optim.Adam(
             rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay, fused=True
         )
         ring = Ring(args.ring_size // args.num_envs, args.num_envs, obs_shape, device)
-        learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer} | ({"ring": ring} if args.save_ring else {})
+        learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer, "schedule": schedule}
+        learned |= {"ring": ring} if args.save_ring else {}
     elif method == "gt-sprl":
         oracle = Oracle(envs.worlds, args.k - 1)
+        observe = oracle.observe
+    method_charts = {"cost_rate": "sprl/cost_rate", "rnet_accuracy": "rnet/heldout_accuracy"}
 
     # rows before `past` hold what the window and the frame stack still need of earlier rollouts
     window = args.k + args.num_tolerance_samples * args.tolerance if args.cost_scale else 0
     past = max(window, args.stack_observations)
     obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=torch.uint8, device=device)
     ages = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # steps since the frame's segment began
-    states = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # the oracle's numbers of the frames
+    states = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # what `observe` says of the frame
     actions = torch.zeros((args.num_steps, args.num_envs), dtype=torch.int64, device=device)
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
@@ -724,8 +743,7 @@ if __name__ == "__main__":
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
     recent = deque(maxlen=100)  # returns of the last episodes
     history = []  # one row of charts per iteration
-    embeddings, rnet_accuracies = None, deque(maxlen=20)
-    ready, next_rnet_step = bool(oracle), args.rnet_start
+    embeddings = None  # of obs, while the RNet stays as it is
     next_obs, _ = envs.reset(seed=args.seed)
     next_done = np.zeros(args.num_envs, bool)
     obs[past] = torch.from_numpy(next_obs)
@@ -747,12 +765,10 @@ if __name__ == "__main__":
         episode_lengths = np.array(checkpoint["episode_lengths"])
         next_done, history = np.array(checkpoint["next_done"]), checkpoint["history"]
         recent.extend(checkpoint["recent"])
-        rnet_accuracies.extend(checkpoint["rnet_accuracies"])
-        ready, next_rnet_step = checkpoint["ready"], checkpoint["next_rnet_step"]
         np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
         torch.set_rng_state(checkpoint["torch_rng"])
-    if oracle:
-        states[past] = oracle.observe()
+    if observe:
+        states[past] = observe()
 
     run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
@@ -816,8 +832,8 @@ if __name__ == "__main__":
             next_done = terminations[step] | truncations[step]
             obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
             ages[row + 1] = np.where(valid[step] & (reward == 0), ages[row] + 1, 0)
-            if oracle:
-                states[row + 1] = oracle.observe()
+            if observe:
+                states[row + 1] = observe()
             episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
             episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
             finished_returns += episode_returns[next_done].tolist()
@@ -828,18 +844,17 @@ if __name__ == "__main__":
 
         # INTRINSIC REWARD ############################################################################################
         total_rewards = torch.from_numpy(rewards).to(device)
-        if ready:
+        if schedule.ready:
             with torch.inference_mode():
                 if oracle:
+                    oracle.forget(states)
                     embeddings = torch.from_numpy(states)[..., None, None].expand(-1, -1, 2, -1).to(device)
-                    judge = oracle
-                else:  # each frame is embedded once; all of them again when the RNet has changed
+                else:  # each frame is embedded once, and once more after the RNet has changed
                     new = obs if embeddings is None else obs[past + 1 :]
                     new = rnet.embed(new.flatten(0, 1)).unflatten(0, new.shape[:2])
                     embeddings = new if embeddings is None else torch.cat([embeddings[-past - 1 :], new])
-                    judge = rnet
                 cost = ksp_cost(
-                    judge, embeddings, ages[past + 1 :], args.k, args.tolerance, args.num_tolerance_samples,
+                    oracle or rnet, embeddings, ages[past + 1 :], args.k, args.tolerance, args.num_tolerance_samples,
                     args.cost_percentile,
                 )  # fmt: skip
             total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 12
@@ -894,7 +909,7 @@ if __name__ == "__main__":
 
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
                 optimizer.step()
         charts |= {
             "losses/value_loss": v_loss, "losses/policy_loss": pg_loss, "losses/entropy": entropy_loss,
@@ -904,7 +919,7 @@ if __name__ == "__main__":
         # UPDATE RNET #################################################################################################
         if ring:
             ring.add(obs[past:-1], torch.from_numpy(ages[past:-1]).to(device))
-        if ring and global_step >= next_rnet_step and ring.size * args.num_envs >= args.rnet_start:
+        if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
             # accuracy on what the RNet has not trained on yet (Appendix B)
             rows = ring.rows(ring.unseen)
             *triplets, count = sample_heldout(ring.ages[rows], args.k, args.tolerance, args.negative_bias, 15_000)
@@ -930,12 +945,11 @@ if __name__ == "__main__":
                 rnet_optimizer.step()
                 batch_accuracies.append(rnet_accuracy(positive_logits.detach(), negative_logits.detach()))
             if batch_accuracies:
-                rnet_accuracies.extend(torch.stack(batch_accuracies).tolist())
-                ready = sum(rnet_accuracies) / 20 > args.rnet_ready_accuracy
-                charts |= {"rnet/train_accuracy": rnet_accuracies[-1], "rnet/loss": loss}
+                batch_accuracies = torch.stack(batch_accuracies).tolist()
+                schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
+                charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
                 embeddings, ring.unseen = None, 0
-            charts |= {"rnet/triplets": count, "rnet/ready": float(ready)}
-            next_rnet_step = global_step + args.rnet_intervals[(global_step >= 1e6) + (global_step >= 2e6)]
+            charts |= {"rnet/triplets": count, "rnet/ready": float(schedule.ready)}
 
         # LOG #########################################################################################################
         sps = (global_step - start_step) / (time.time() - start_time)
@@ -956,9 +970,11 @@ if __name__ == "__main__":
             bar.close()
             sys.exit(f"the loss is not finite at step {global_step}; the last good checkpoint is kept")
         names = {
-            "return": "charts/episodic_return", "success": "charts/success_rate", "length": "charts/episodic_length",
-            "cost_rate": "sprl/cost_rate", "rnet_accuracy": "rnet/heldout_accuracy",
-        }  # fmt: skip
+            "return": "charts/episodic_return",
+            "success": "charts/success_rate",
+            "length": "charts/episodic_length",
+        }
+        names |= method_charts
         history.append({"step": global_step} | {key: charts[name] for key, name in names.items() if name in charts})
         shown = {key: row[key] for row in history[-10:] for key in names if key in row and key != "length"}
         bar.set_postfix({key: f"{value:.2f}" for key, value in shown.items()}, refresh=False)
@@ -967,16 +983,13 @@ if __name__ == "__main__":
         # CHECKPOINT ##################################################################################################
         obs[: past + 1] = obs[-past - 1 :].clone()
         ages[: past + 1], states[: past + 1] = ages[-past - 1 :].copy(), states[-past - 1 :].copy()
-        if oracle:
-            oracle.forget(states)
         _, *numpy_rng = np.random.get_state()
         progress = {  # all that the next rollout will change, so that it can be left out when it is interrupted
             "script": script, "args": asdict(args), "versions": versions, "command": command, "iteration": iteration,
             "global_step": global_step, "elapsed": elapsed + time.time() - start_time, "history": history,
             "recent": list(recent), "worlds": envs.state_dict(), "next_obs": obs[past].clone(),
             "next_done": next_done.tolist(), "episode_returns": episode_returns.tolist(),
-            "episode_lengths": episode_lengths.tolist(), "rnet_accuracies": list(rnet_accuracies), "ready": ready,
-            "next_rnet_step": next_rnet_step, "torch_rng": torch.get_rng_state(),
+            "episode_lengths": episode_lengths.tolist(), "torch_rng": torch.get_rng_state(),
             "numpy_rng": [torch.from_numpy(numpy_rng[0]), *numpy_rng[1:]],
         }  # fmt: skip
         if args.save_ring:
