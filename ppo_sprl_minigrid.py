@@ -120,7 +120,7 @@ class Args:
     tolerance: int = 1
     """Delta t: how far apart the compared older states lie, >= 0 (paper's table: 1)"""
     num_tolerance_samples: int = 60
-    """N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N; 1 is the paper's Eq. 14 (paper's table: 60)"""
+    """N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N; 1 is the paper's Eq. 18 (paper's table: 60)"""
     cost_percentile: float = 90.0
     """the cost is 1 where this percentile of the N outputs exceeds 0.5 (paper: 90)"""
     rnet: Literal["learned", "oracle"] = "learned"
@@ -280,6 +280,7 @@ class GridWorlds(gym.vector.VectorEnv):
         shape = (self.worlds[0].width, self.worlds[0].height, 3)
         self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space = self.worlds[0].action_space
+        self.map_size = shape[:2]
         self.done = np.zeros(num_envs, bool)
 
     def _begin(self, i):
@@ -322,6 +323,10 @@ class GridWorlds(gym.vector.VectorEnv):
             for action in self.actions[i]:
                 world.step(action)
         self.done = np.array(state["done"])
+
+    def positions(self):
+        """The agents' true (x, y), (N, 2), within map_size."""
+        return np.array([world.agent_pos for world in self.worlds])
 
     def render(self):
         return self.worlds[0].get_frame(highlight=False, tile_size=32)
@@ -521,7 +526,7 @@ def rnet_logits(rnet, anchors, positives, negatives):
 
 
 def rnet_loss(positive_logits, negative_logits, label_smoothing):
-    """-log R(anc, +) - log(1 - R(anc, -)), Eq. 15, with smoothed labels."""
+    """-log R(anc, +) - log(1 - R(anc, -)), Eq. 20, with smoothed labels."""
     smooth = torch.full_like(positive_logits, label_smoothing / 2)
     return F.binary_cross_entropy_with_logits(positive_logits, 1 - smooth) + F.binary_cross_entropy_with_logits(
         negative_logits, smooth
@@ -626,7 +631,7 @@ def percentile(scores, q):
 
 def ksp_cost(rnet, embeddings, ages, k, tolerance, num_tolerance_samples, q, chunk=16_384):
     """The k-SP cost (T, N) of the newest T frames: c_t = I[ the q-th percentile over n = 1..N of
-    Rnet_{k-1}(s_{t-(k+n*Dt)}, s_t) > 0.5 ], Eq. 14 for N = 1. A pair counts as 0 unless both states are in one segment:
+    Rnet_{k-1}(s_{t-(k+n*Dt)}, s_t) > 0.5 ], Eq. 18 for N = 1. A pair counts as 0 unless both states are in one segment:
     the older lies k + n*Dt steps back, so the state's age (T, N) must be at least that (no reward, no reset between).
     The ages live on the host, so the valid pairs are listed without waiting for the device."""
     (num_steps, num_envs), device = ages.shape, embeddings.device
@@ -861,7 +866,7 @@ if __name__ == "__main__":
                     oracle or rnet, embeddings, ages[past + 1 :], args.k, args.tolerance, args.num_tolerance_samples,
                     args.cost_percentile,
                 )  # fmt: skip
-            total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 12
+            total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 15, with a bias
             charts["sprl/cost_rate"] = (cost * torch.from_numpy(valid).to(device)).sum() / int(valid.sum())
 
         # ADVANTAGE ###################################################################################################

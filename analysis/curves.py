@@ -1,0 +1,295 @@
+"""Learning curves over seeds: small CSV files from checkpoints, then a figure and a table from the CSV files.
+
+    python analysis/curves.py export runs/*/agent.pt --out results/minigrid     # one CSV per run
+    python analysis/curves.py figure results/minigrid --rnet-accuracy           # curves.png, table.md, table.csv
+
+A CSV file keeps one run's charts with its command, commit and time, so figure and table can be rebuilt without the run.
+"""
+
+import csv
+import math
+import os
+import re
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import tyro
+from evaluate import fail, first_line, load_checkpoint
+
+COLUMNS = ("step", "return", "success", "length", "cost_rate", "rnet_accuracy")
+COLOURS = {  # Okabe and Ito's, which the colour-blind tell apart; the order is the order of legends and tables
+    "sprl": "#D55E00", "gt-sprl": "#009E73", "ppo": "#0072B2", "eco": "#CC79A7", "icm": "#E69F00", "rnd": "#56B4E9",
+}  # fmt: skip
+
+
+@dataclass
+class Export:
+    """Write one CSV per checkpoint: <env>__<label>__s<seed>.csv"""
+
+    checkpoints: tyro.conf.Positional[tuple[str, ...]]
+    """paths of the agent.pt files"""
+    out: str
+    """folder of the CSV files, made if missing, e.g. results/minigrid"""
+    label: str | None = None
+    """name of the method, letters, digits, dots and hyphens (default: ppo, sprl or gt-sprl by the run's settings)"""
+
+
+@dataclass
+class Figure:
+    """Draw curves.png and write table.md and table.csv beside the CSV files"""
+
+    folder: tyro.conf.Positional[str]
+    """folder of the CSV files"""
+    smooth: int = 5
+    """points of the running mean in the figure, of 200 along the x-axis; 1 is none; the tables are never smoothed"""
+    rnet_accuracy: bool = False
+    """if toggled, a second row shows the RNet's held-out accuracy"""
+
+
+# EXPORT ##############################################################################################################
+def method_label(script, args):
+    method = (script.removesuffix(".py").split("_") + [script])[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
+    if method != "sprl":
+        return method
+    return ("gt-sprl" if args.get("rnet") == "oracle" else "sprl") if args.get("cost_scale") else "ppo"
+
+
+def thin(history, most=400):
+    """Averages runs of consecutive rows so that at most `most` are left; like a single row, a group describes what led
+    up to its last step."""
+    size = math.ceil(len(history) / most) or 1
+    rows = []
+    for start in range(0, len(history), size):
+        group = history[start : start + size]
+        columns = {name: [row[name] for row in group if name in row] for name in COLUMNS[1:]}
+        rows.append({"step": group[-1]["step"]} | {name: np.mean(found) for name, found in columns.items() if found})
+    return rows
+
+
+def write_run(path, history, comments):
+    rows = [{n: round(float(v), 4) for n, v in row.items()} | {"step": int(row["step"])} for row in thin(history)]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        for name, value in comments.items():
+            file.write(f"# {name}: {' '.join(str(value).split())}\n")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def export(args):
+    if args.label and not re.fullmatch(r"[A-Za-z0-9.-]+", args.label):
+        fail(f"--label {args.label} is not a label, accepted: letters, digits, dots and hyphens")
+    if not args.checkpoints:
+        fail("no checkpoint given, accepted: one or more agent.pt files")
+    os.makedirs(args.out, exist_ok=True)
+    written = {}
+    for source in args.checkpoints:
+        checkpoint = load_checkpoint(source, {"script": str, "args": dict, "history": list, "versions": dict})
+        try:
+            label = args.label or method_label(checkpoint["script"], checkpoint["args"])
+            name = f"{checkpoint['args']['env_id']}__{label}__s{checkpoint['args']['seed']}.csv"
+            path = os.path.join(args.out, re.sub(r"[^\w.-]", "-", name))  # ids like ALE/Pong-v5 have a slash
+            if path in written:
+                fail(f"{source} and {written[path]} would both become {path}; export them with different --label")
+            comments = {
+                "command": checkpoint["command"], "commit": checkpoint["versions"]["commit"],
+                "elapsed_s": round(checkpoint["elapsed"]),
+            }  # fmt: skip
+            write_run(path, checkpoint["history"], comments)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            fail(f"{source} is not a checkpoint of a training ({first_line(error)})")
+        written[path] = source
+        print(f"{path}: {len(checkpoint['history'])} rows")
+
+
+# FIGURE AND TABLES ###################################################################################################
+def read_run(path):
+    """The columns of one CSV file as arrays, NaN where blank, and its comments."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        comments = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
+        header, *rows = csv.reader(line for line in lines if not line.startswith("#"))
+        table = np.array([[float(cell or "nan") for cell in row] for row in rows])
+        run = {name: table[:, header.index(name)] for name in COLUMNS}
+    except (OSError, ValueError, IndexError) as error:
+        fail(f"{path} is not a file that export wrote ({first_line(error)})")
+    if not (np.diff(run["step"]) > 0).all() or np.isnan(run["return"]).all():
+        fail(f"{path} is no learning curve, accepted: increasing steps, and a return in at least one row")
+    return run | {"comments": comments}
+
+
+def read_folder(folder):
+    """{env: {method: [run, ...]}}, methods in the order of COLOURS and then by name."""
+    runs = defaultdict(lambda: defaultdict(list))
+    for path in sorted(Path(folder).glob("*__*__s*.csv")):
+        env_id, method, _ = path.stem.rsplit("__", 2)
+        runs[env_id][method].append(read_run(path))
+    if not runs:
+        fail(f"{folder} has no <env>__<label>__s<seed>.csv in it, accepted: a folder that export wrote to")
+    order = [*COLOURS, *sorted({method for by_method in runs.values() for method in by_method})]
+    envs = sorted(runs, key=lambda env_id: [part.zfill(9) for part in re.split(r"(\d+)", env_id)])  # 7x7 before 11x11
+    return {env_id: {method: runs[env_id][method] for method in order if method in runs[env_id]} for env_id in envs}
+
+
+def points(run, name):
+    """Steps and values of the rows in which the column is not blank."""
+    found = ~np.isnan(run[name])
+    return run["step"][found], run[name][found]
+
+
+def mean_and_error(values):
+    """Mean and standard error over the first axis, the seeds; no error (NaN) for a single seed."""
+    values = np.asarray(values, float)
+    return values.mean(0), values.std(0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan * values[0]
+
+
+def mean_between(steps, values, low, high):
+    """Exact mean over [low, high] of the straight lines through the points; the first and last value go on outside."""
+    grid = np.unique([low, *steps[(steps > low) & (steps < high)], high])
+    heights = np.interp(grid, steps, values)
+    return np.trapezoid(heights, grid) / (high - low) if high > low else heights[-1]
+
+
+def running_mean(values, window):
+    """Mean over `window` points around each, over fewer at both ends."""
+    ones, kernel = np.ones(len(values)), np.ones(min(window, len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(ones, kernel, "same")
+
+
+def seed_curves(runs, name, smooth, num_points=200):
+    """A step grid that all runs cover and one smoothed curve (seeds, points) per run."""
+    curves = [points(run, name) for run in runs]
+    curves = [curve for curve in curves if len(curve[0])]
+    if not curves:
+        return None, []
+    grid = np.linspace(max(steps[0] for steps, _ in curves), min(steps[-1] for steps, _ in curves), num_points)
+    return grid, [running_mean(np.interp(grid, *curve), smooth) for curve in curves]
+
+
+def make_table(runs):
+    """One row per env and method: final return (the last 10 % of steps), area under the curve (all steps), +- SE."""
+    rows = []
+    for env_id, by_method in runs.items():
+        for method, seeds in by_method.items():
+            curves = [points(run, "return") for run in seeds]
+            last_steps = [int(run["step"][-1]) for run in seeds]
+            steps = min(last_steps)
+            if max(last_steps) > steps:
+                print(f"{env_id} {method}: runs of {steps} to {max(last_steps)} steps, cut to {steps}", file=sys.stderr)
+            final = mean_and_error([mean_between(*curve, 0.9 * steps, steps) for curve in curves])
+            area = mean_and_error([mean_between(*curve, 0, steps) for curve in curves])
+            commits = ", ".join(sorted({run["comments"].get("commit", "unknown") for run in seeds}))
+            rows.append({
+                "env": env_id, "method": method, "seeds": len(seeds), "steps": steps, "final_return": final[0],
+                "final_return_se": final[1], "auc": area[0], "auc_se": area[1], "commit": commits,
+            })  # fmt: skip
+    return rows
+
+
+def write_table(rows, folder):
+    with open(os.path.join(folder, "table.csv"), "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            floats = {name: float(value) for name, value in row.items() if isinstance(value, float)}
+            writer.writerow(row | {name: "" if np.isnan(value) else round(value, 4) for name, value in floats.items()})
+
+    def cell(mean, error):
+        digits = 3 if abs(mean) < 10 else 1
+        return f"{mean:.{digits}f}" + ("" if np.isnan(error) else f" ± {error:.{digits}f}")
+
+    lines = [
+        "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
+        "curve divided by its length. ± is the standard error over seeds."
+    ]
+    for env_id in dict.fromkeys(row["env"] for row in rows):
+        lines += ["", f"### {env_id}", "", "| method | final return | area | seeds | steps | commit |", "|-|-|-|-|-|-|"]
+        for row in (row for row in rows if row["env"] == env_id):
+            final, area = cell(row["final_return"], row["final_return_se"]), cell(row["auc"], row["auc_se"])
+            cells = (row["method"], final, area, str(row["seeds"]), f"{row['steps']:,}", row["commit"])
+            lines.append(f"| {' | '.join(cells)} |")
+    Path(folder, "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def draw(runs, path, smooth, rnet_accuracy):
+    """One panel per environment, mean and standard error over seeds per method; accuracy panels below if asked for."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    others = sorted({method for by_method in runs.values() for method in by_method} - set(COLOURS))
+    styles = {method: {"color": colour} for method, colour in COLOURS.items()} | {
+        method: {"color": list(COLOURS.values())[-1 - i % 6], "linestyle": ("--", ":", "-.")[i // 6 % 3]}
+        for i, method in enumerate(others)
+    }
+    names = {"return": "episode return"} | ({"rnet_accuracy": "RNet held-out accuracy"} if rnet_accuracy else {})
+    columns = min(len(runs), 4)
+    height = math.ceil(len(runs) / columns) * len(names)
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    size = (max(3.3 * columns, 4.6), 2.5 * height + 0.5)
+    figure, axes = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.axis("off")
+    handles, counts = {}, defaultdict(set)
+    for panel, (env_id, by_method) in enumerate(runs.items()):
+        for row, (name, label) in enumerate(names.items()):
+            axis = axes[panel // columns * len(names) + row, panel % columns]
+            axis.axis("on")
+            for method, seeds in by_method.items():
+                counts[method].add(len(seeds))
+                grid, curves = seed_curves(seeds, name, smooth)
+                if curves:  # a method without an RNet has no accuracy
+                    mean, error = mean_and_error(curves)
+                    (handles[method],) = axis.plot(grid, mean, linewidth=1.8, **styles[method])
+                    axis.fill_between(grid, mean - error, mean + error, color=styles[method]["color"], alpha=0.2, lw=0)
+            if name == "rnet_accuracy":
+                axis.set_ylim(0.45, 1.02)
+            elif axis.get_ylim()[0] > -0.1 and axis.get_ylim()[1] < 1.1:  # returns in [0, 1]: one scale for all panels
+                axis.set_ylim(-0.02, 1.02)
+            axis.set_xlim(left=0)
+            axis.xaxis.set_major_locator(MaxNLocator(5))
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axis.grid(alpha=0.25, linewidth=0.6)
+            if panel % columns == 0:
+                axis.set_ylabel(label)
+            if row == 0:
+                axis.set_title(env_id.removeprefix("MiniGrid-").removesuffix("-v0"), fontsize=10)
+            if row == len(names) - 1:
+                note = f"\n(running mean of {smooth} of 200 points)" if smooth > 1 else ""
+                axis.set_xlabel("environment steps" + note)
+    methods = sorted(handles, key=list(styles).index)
+    texts = []
+    for method in methods:
+        few, many = min(counts[method]), max(counts[method])
+        seeds = "1 seed" if many == 1 else f"{many} seeds" if few == many else f"{few} to {many} seeds"
+        texts.append(f"{method.upper() if method in COLOURS else method} ({seeds})")
+    figure.legend(
+        [handles[method] for method in methods], texts, loc="outside lower center", ncols=min(len(texts), 2 * columns),
+        frameon=False, title="mean and standard error over seeds", title_fontsize=8,
+    )  # fmt: skip
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def figure(args):
+    if args.smooth < 1:
+        fail(f"--smooth {args.smooth} is out of range, accepted: 1 or more")
+    runs = read_folder(args.folder)
+    write_table(make_table(runs), args.folder)
+    draw(runs, os.path.join(args.folder, "curves.png"), args.smooth, args.rnet_accuracy)
+    print(Path(args.folder, "table.md").read_text(encoding="utf-8"), end="")
+
+
+def main(args):
+    try:
+        export(args) if isinstance(args, Export) else figure(args)
+    except OSError as error:  # no permission, full disk, a file where a folder should be
+        fail(first_line(error))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Export | Figure))

@@ -1,0 +1,190 @@
+"""Plays a trained agent on fresh layouts and prints its return.
+
+    python analysis/evaluate.py runs/<name>/agent.pt                              # 100 episodes, actions as in training
+    python analysis/evaluate.py runs/<name>/agent.pt --greedy --video agent.gif   # most likely actions, and a GIF
+
+The checkpoint names its script, which must lie in the folder above: any that has Args, make_envs, Agent, stack_frames.
+"""
+
+import dataclasses
+import importlib.util
+import io
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Args:
+    checkpoint: tyro.conf.Positional[str]
+    """path of the agent.pt that a training wrote"""
+    episodes: int = 100
+    """episodes to play, at least 1, shared evenly among the environments"""
+    seed: int = 1
+    """seed of the layouts and of the sampled actions, at least 0; never the layouts a training with it begins with"""
+    greedy: bool = False
+    """if toggled, take the most likely action (discrete actions only) instead of sampling"""
+    video: str | None = None
+    """write the first three episodes of the first environment to this .gif"""
+
+
+def fail(message):
+    """Ends the program the way a wrong command line should: one line, exit code 2."""
+    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
+
+
+def first_line(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def load_checkpoint(path, needs):
+    """Reads a checkpoint without running any code in it; `needs` names the entries it must have, and their types."""
+    if not os.path.isfile(path):
+        fail(f"{path}: no such file, accepted: an agent.pt that a training wrote")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of other pickle protocols
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        fail(f"{path} is not a readable checkpoint, truncated or not one ({type(error).__name__})")
+    for name, kind in needs.items():
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(name), kind):
+            fail(f"{path} is not a checkpoint of a training: no {name!r} in it, accepted: an agent.pt")
+    return checkpoint
+
+
+def load_script(name, path):
+    """The training script that a checkpoint names, as a module; only one that lies in ROOT is ever run."""
+    accepted = sorted(script.name for script in ROOT.glob("ppo_*.py"))
+    if name not in accepted:
+        fail(f"{path} names the script {name[:80]!r}, accepted: {', '.join(accepted)}")
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # a script may import another beside it
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / name)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        fail(f"{name} cannot be imported ({first_line(error)}), see its requirements")
+    return module
+
+
+def most_likely(agent, policy_obs, num_actions):
+    """The action of the highest probability, asked of the agent action by action."""
+    actions = torch.arange(num_actions, device=policy_obs.device).repeat(len(policy_obs))
+    logprobs = agent.get_action_and_value(policy_obs.repeat_interleave(num_actions, 0), actions)[1]
+    return logprobs.view(-1, num_actions).argmax(1)
+
+
+def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, video_episodes=3, max_frames=300):
+    """Plays until environment i has finished quotas[i] episodes and returns their rows (i, return, steps). Were it
+    simply the first episodes to finish, short ones would be over-counted. `frames` collects environment 0's images."""
+    every_env, device = np.arange(envs.num_envs), next(agent.parameters()).device
+    next_obs, _ = envs.reset(seed=seed)
+    obs = torch.from_numpy(np.stack([next_obs] * (m + 1))).to(device)  # (m + 1, N, ...), the newest is last
+    ages = np.zeros((m + 1, envs.num_envs), np.int64)  # steps since the frame's segment began, as in training
+    next_done, returns, lengths = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs), np.zeros(envs.num_envs, int)
+    played, episodes = np.zeros(envs.num_envs, int), []
+    if frames is not None:
+        frames.append(envs.render())
+    with tqdm(total=int(quotas.sum()), unit="episode") as bar:
+        while (played < quotas).any():
+            with torch.inference_mode():
+                policy_obs = stack_frames(obs, ages, np.full_like(every_env, m), every_env, m)
+                if greedy:
+                    action = most_likely(agent, policy_obs, int(envs.single_action_space.n))
+                else:
+                    action = agent.get_action_and_value(policy_obs)[0]
+            next_obs, reward, terminations, truncations, _ = envs.step(action.cpu().numpy())
+            if frames is not None and played[0] < min(quotas[0], video_episodes) and len(frames) < max_frames:
+                frames.append(envs.render())
+            valid = ~next_done  # False on the row that autoreset inserts
+            next_done = terminations | truncations
+            obs = torch.cat([obs[1:], torch.from_numpy(next_obs)[None].to(device)])
+            ages = np.concatenate([ages[1:], np.where(valid & (reward == 0), ages[-1:] + 1, 0)])
+            returns, lengths = np.where(valid, returns + reward, 0.0), np.where(valid, lengths + 1, 0)
+            for i in np.flatnonzero(next_done & (played < quotas)):
+                episodes.append((int(i), float(returns[i]), int(lengths[i])))
+                played[i] += 1
+                bar.update()
+    return episodes
+
+
+def summary(returns, lengths, seed):
+    """One line; a success is a return above 0, as in the training's charts."""
+    returns, count = np.asarray(returns), len(returns)
+    spread = f" ± {returns.std(ddof=1) / np.sqrt(count):.3f}" if count > 1 else ""
+    return (
+        f"return {returns.mean():.3f}{spread}, success {(returns > 0).mean():.2f}, steps {np.mean(lengths):.1f} "
+        f"over {count} episode{'s' * (count > 1)} (seed {seed})"
+    )
+
+
+def write_gif(frames, path, max_bytes=1_000_000):
+    """A looped GIF of about 6 frames per second, halved in length until it is small enough. Returns its frames; PIL
+    stores a frame that equals the one before it as a longer duration."""
+    images = [Image.fromarray(frame).quantize(64, dither=Image.Dither.NONE) for frame in frames]
+    while True:
+        buffer = io.BytesIO()
+        images[0].save(buffer, "GIF", save_all=True, append_images=images[1:], duration=160, loop=0)
+        if len(images) == 1 or buffer.tell() <= max_bytes:
+            break
+        images = images[: len(images) // 2]
+    Path(path).write_bytes(buffer.getvalue())
+    return len(images)
+
+
+def main(args):
+    if args.episodes < 1:
+        fail(f"--episodes {args.episodes} is out of range, accepted: 1 or more")
+    if args.seed < 0:
+        fail(f"--seed {args.seed} is out of range, accepted: 0 or more")
+    if args.video and not (args.video.endswith(".gif") and Path(args.video).absolute().parent.is_dir()):
+        fail(f"--video {args.video} cannot be written, accepted: a name that ends in .gif, in a folder that exists")
+    checkpoint = load_checkpoint(args.checkpoint, {"script": str, "args": dict, "agent": dict})
+    script = load_script(checkpoint["script"], args.checkpoint)
+
+    # Training begins with layouts seed, seed + 1, ...: a small seed would replay them, a hashed one lies far away.
+    world_seed, action_seed = (int(word) >> 2 for word in np.random.SeedSequence(args.seed).generate_state(2))
+    try:
+        known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
+        run_args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        run_args.num_envs, run_args.seed = min(args.episodes, run_args.num_envs), world_seed
+        envs = script.make_envs(run_args)
+        device = torch.device("cuda" if torch.cuda.is_available() and run_args.cuda else "cpu")
+        agent = script.Agent(envs, run_args).to(device)
+        agent.load_state_dict(checkpoint["agent"])
+    except Exception as error:
+        fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
+    if args.greedy and not isinstance(envs.single_action_space, gym.spaces.Discrete):
+        fail(f"--greedy does not work with {envs.single_action_space}, accepted: discrete actions")
+
+    quotas = np.full(envs.num_envs, args.episodes // envs.num_envs)
+    quotas[: args.episodes % envs.num_envs] += 1
+    torch.manual_seed(action_seed)
+    frames = [] if args.video else None
+    episodes = play(
+        envs, agent, script.stack_frames, run_args.stack_observations, quotas, world_seed, args.greedy, frames
+    )
+    envs.close()
+    _, returns, lengths = zip(*episodes)
+    print(summary(returns, lengths, args.seed))
+    if args.video:
+        try:
+            print(f"{args.video}: {write_gif(frames, args.video)} frames, {os.path.getsize(args.video) / 1e3:.0f} kB")
+        except OSError as error:
+            fail(f"--video {args.video} cannot be written ({first_line(error)})")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

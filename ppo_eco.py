@@ -1,0 +1,974 @@
+"""ECO: PPO with a bonus for states that a reachability network finds far from all that the episode's memory holds.
+
+Paper: "Episodic Curiosity through Reachability", Savinov et al., ICLR 2019; a baseline of the SPRL paper, ICML 2021.
+
+    python ppo_eco.py                                                # on FourRooms-7x7, minutes on a laptop
+    python ppo_eco.py --env-id MiniGrid-KeyDoors-7x7-v0 --bonus-scale 0.01
+
+Differences from the paper: those of ppo_sprl_minigrid.py, beside which this file is meant to be read; the RNet and its
+training are the same there and here.
+"""
+
+import difflib
+import os
+import platform
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
+
+import gymnasium as gym
+import minigrid
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from gymnasium.envs.registration import load_env_creator
+from minigrid.core.constants import OBJECT_TO_IDX
+from minigrid.core.grid import Grid
+from minigrid.core.world_object import Door, Goal
+from minigrid.envs import DoorKeyEnv, FourRoomsEnv
+from torch.distributions.categorical import Categorical
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ARGS ################################################################################################################
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """the name of this experiment, part of the run's name"""
+    seed: int = 1
+    """seed of the networks, the sampling and the worlds"""
+    torch_deterministic: bool = True
+    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    cuda: bool = True
+    """if toggled, use CUDA when there is a CUDA device"""
+    track: bool = False
+    """if toggled, mirror the charts to Weights & Biases (WANDB_MODE=offline works)"""
+    wandb_project_name: str = "sprl"
+    """the project's name in Weights & Biases"""
+    wandb_entity: str | None = None
+    """the entity (team) of the Weights & Biases project"""
+    run_name: str | None = None
+    """folder of this run below runs/ (default: env id, exp name, seed and time)"""
+    checkpoint_interval: int = 100_000
+    """environment steps between two checkpoints, 0: only at the end (one is always written at the end and on Ctrl-C)"""
+    resume: str | None = None
+    """path of an agent.pt to go on from; its settings hold unless a flag says otherwise"""
+    save_ring: bool = False
+    """if toggled, checkpoints hold the replay ring too, and a resumed run repeats an uninterrupted one bit by bit"""
+
+    # PPO
+    env_id: str = "MiniGrid-FourRooms-7x7-v0"
+    """MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0, MiniGrid-NineRooms-v0 or any id of the minigrid package"""
+    total_timesteps: int = 500_000
+    """total environment steps of the experiment"""
+    learning_rate: float = 0.003
+    """learning rate of the policy's Adam (paper's table: 0.003 for PPO, 0.01 for SPRL)"""
+    num_envs: int = 12
+    """number of parallel environments (paper: 12)"""
+    num_steps: int = 256
+    """steps per environment and rollout (authors' code: 256)"""
+    anneal_lr: bool = True
+    """anneal the learning rate linearly to 0"""
+    gamma: float = 0.99
+    """discount factor, in [0, 1]"""
+    gae_lambda: float = 0.95
+    """lambda of the generalized advantage estimation, in [0, 1]"""
+    num_minibatches: int = 4
+    """minibatches per epoch; divides num_envs * num_steps"""
+    update_epochs: int = 4
+    """epochs over each rollout"""
+    norm_adv: bool = True
+    """normalize the advantages in each minibatch"""
+    clip_coef: float = 0.1
+    """clipping range of the policy ratio (authors' code: 0.1)"""
+    anneal_clip: bool = True
+    """anneal the clipping range linearly to 0 (authors' code)"""
+    clip_vloss: bool = True
+    """clip the value loss by the same range"""
+    ent_coef: float = 0.01
+    """entropy bonus (paper's table: 0.01)"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of the policy's gradient"""
+    max_episode_steps: int = 100
+    """time limit of an episode; reaching it is a truncation (paper: 100)"""
+    encoding: Literal["onehot", "raw"] = "onehot"
+    """network input: one-hot cell codes, or the paper's plain numbers divided by 10"""
+    stack_observations: int = 0
+    """m: the policy sees the last m observations besides the current one (paper: 0 is best)"""
+
+    # ECO
+    bonus_scale: float = 0.001
+    """weight of the novelty bonus; 0 is plain PPO (paper's table: 0.001)"""
+    bonus_bias: float = 0.5
+    """the bonus is bias - similarity, the similarity being the memory's percentile (authors' DMLab code: 0.5)"""
+    k: int = 3
+    """positives lie within k steps of the anchor (paper's table: 3)"""
+    memory_size: int = 200
+    """states in the episodic memory of each environment (authors' code: 200)"""
+    memory_percentile: float = 90.0
+    """percentile of the RNet's outputs against the memory that is a state's similarity (authors' code: 90)"""
+    ring_size: int = 60_000
+    """the RNet learns from the agent's last this many steps (paper: 60K)"""
+    negative_bias: int = 20
+    """Delta-: negatives lie at least k + Delta- steps after the anchor (paper's table: 20)"""
+    positive_bias: int = 5
+    """Delta+: the next anchor lies 1..Delta+ steps after the positive (paper's table: 5)"""
+    negative_cap: bool = False
+    """draw negatives from the first 10 % beyond k + Delta- (authors' code) and not up to the segment's end (paper)"""
+    rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)
+    """steps between RNet trainings during the first 1M steps, the next 1M, and after (paper: 6K, 12K, 36K)"""
+    rnet_start: int = 15_000
+    """steps in the ring before the first RNet training (authors' code: 15K)"""
+    rnet_triplets: int = 2_500
+    """most triplets, two pairs each, of one RNet training (authors' code: 15K, one epoch)"""
+    rnet_batch_size: int = 64
+    """triplets per RNet minibatch (authors' code: 64)"""
+    rnet_learning_rate: float = 1e-3
+    """learning rate of the RNet's Adam (authors' code: 3e-4)"""
+    rnet_weight_decay: float = 1e-4
+    """L2 penalty of the RNet (authors' code: 1e-4)"""
+    label_smoothing: float = 0.1
+    """label smoothing of the RNet's loss (authors' code: 0.1)"""
+    rnet_ready_accuracy: float = 0.75
+    """the cost is 0 until the mean of the last 20 training accuracies passes this (authors' code: 0.75)"""
+
+
+def domain_defaults(argv):
+    """The paper's settings of the domain that --env-id names, as Args; flags on the command line come on top."""
+    return Args()
+
+
+def fail(message):
+    """Ends the program the way a wrong command line should: one line, exit code 2."""
+    sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+
+
+def check_args(args):
+    """Refuses what cannot work, by name, before anything is built or written."""
+    ranges = {
+        (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
+        "ring_size positive_bias rnet_triplets rnet_batch_size memory_size",
+        (
+            0,
+            np.inf,
+        ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
+        "bonus_scale negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
+        (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
+        (0, 100): "memory_percentile",
+        (-np.inf, np.inf): "bonus_bias",
+    }
+    for (low, high), names in ranges.items():
+        for name in names.split():
+            value = getattr(args, name)
+            if not (low <= value <= high and np.isfinite(value)):
+                fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+    if min(args.rnet_intervals) < 1:
+        fail(f"--rnet-intervals {args.rnet_intervals} is out of range, accepted: three numbers of at least 1")
+    batch = args.num_envs * args.num_steps
+    if batch % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
+    need = (args.k + args.negative_bias + 1) * args.num_envs
+    if args.bonus_scale and args.ring_size < need:
+        fail(f"--ring-size {args.ring_size} is too short for a negative, accepted: {need} or more for these settings")
+
+
+# ENVIRONMENT #########################################################################################################
+class FourRooms(FourRoomsEnv):
+    """Farama's FourRooms in the paper's sizes (its own is fixed to 19x19)."""
+
+    def __init__(self, size, **kwargs):
+        super().__init__(**kwargs)
+        self.size = self.width = self.height = size
+
+
+class KeyDoors(DoorKeyEnv):
+    """Farama's DoorKey with the goal anywhere behind the door, as in the paper, and not always in the corner."""
+
+    def _gen_grid(self, width, height):
+        super()._gen_grid(width, height)
+        door = next(i for i, cell in enumerate(self.grid.grid) if isinstance(cell, Door)) % width
+        self.grid.set(width - 2, height - 2, None)
+        self.place_obj(Goal(), top=(door + 1, 0), size=(width - door - 1, height))
+
+
+class NineRooms(FourRooms):
+    """3x3 rooms with a gap in every wall between two of them (paper, section 6.6)."""
+
+    def _gen_grid(self, width, height):
+        self.grid = Grid(width, height)
+        self.grid.wall_rect(0, 0, width, height)
+        side = (width - 1) // 3
+        for wall in (side, 2 * side):
+            self.grid.vert_wall(wall, 0)
+            self.grid.horz_wall(0, wall)
+        for wall in (side, 2 * side):
+            for corner in (0, side, 2 * side):
+                self.grid.set(wall, self._rand_int(corner + 1, corner + side), None)
+                self.grid.set(self._rand_int(corner + 1, corner + side), wall, None)
+        self.place_agent()
+        self.place_obj(Goal())
+
+
+WORLDS = {
+    "MiniGrid-FourRooms-7x7-v0": partial(FourRooms, size=7),
+    "MiniGrid-FourRooms-11x11-v0": partial(FourRooms, size=11),
+    "MiniGrid-KeyDoors-7x7-v0": partial(KeyDoors, size=7),
+    "MiniGrid-KeyDoors-11x11-v0": partial(KeyDoors, size=11),
+    "MiniGrid-NineRooms-v0": partial(NineRooms, size=13),
+}
+
+
+class FullyObservable:
+    """Mixed into a Farama environment: it shows the whole grid, encoded anew only when an object moved or changed."""
+
+    _cells, _doors, _flags = None, (), ()
+
+    def gen_obs(self):
+        cells = self.grid.grid
+        if self._cells != cells or self._flags != [(door.is_open, door.is_locked) for door in self._doors]:
+            self._cells = cells.copy()
+            self._doors = [cell for cell in cells if isinstance(cell, Door)]
+            self._flags = [(door.is_open, door.is_locked) for door in self._doors]
+            codes = [(OBJECT_TO_IDX["empty"], 0, 0) if cell is None else cell.encode() for cell in cells]
+            self._image = np.array(codes, np.uint8).reshape(self.height, self.width, 3).swapaxes(0, 1)  # [x][y]
+        image = self._image.copy()
+        image[self.agent_pos[0], self.agent_pos[1]] = (OBJECT_TO_IDX["agent"], 0, self.agent_dir)
+        return {"image": image, "direction": self.agent_dir, "mission": self.mission}
+
+
+def make_world(env_id, **kwargs):
+    """One environment by its id, made fully observable by subclassing whatever class Farama registered."""
+    if env_id in WORLDS:
+        cls, kwargs = WORLDS[env_id].func, {**WORLDS[env_id].keywords, **kwargs}
+    else:
+        known = [i for i, spec in gym.registry.items() if str(spec.entry_point).startswith("minigrid")] + list(WORLDS)
+        if env_id not in known:
+            close = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
+            fail(f"--env-id {env_id} is unknown, close: {', '.join(close) or 'none'}; all: {', '.join(sorted(known))}")
+        spec = gym.spec(env_id)
+        cls, kwargs = load_env_creator(spec.entry_point), {**spec.kwargs, **kwargs}
+    return type(cls.__name__, (FullyObservable, cls), {})(**kwargs)
+
+
+class GridWorlds(gym.vector.VectorEnv):
+    """num_envs MiniGrid worlds with the NEXT_STEP autoreset of gymnasium and EnvPool: the step after an episode's last
+    ignores its action and returns the next episode's first observation with reward 0."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self, env_id, num_envs, max_episode_steps):
+        try:
+            self.worlds = [make_world(env_id, max_steps=max_episode_steps) for _ in range(num_envs)]
+            self.worlds[0].reset(seed=0)
+        except FileNotFoundError as error:  # the wheel of minigrid lacks the patterns of its WFC worlds
+            fail(f"--env-id {env_id} cannot be built: {error}")
+        self.num_envs = num_envs
+        shape = (self.worlds[0].width, self.worlds[0].height, 3)
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.single_action_space = self.worlds[0].action_space
+        self.map_size = shape[:2]
+        self.done = np.zeros(num_envs, bool)
+
+    def _begin(self, i):
+        """Starts world i's next episode and notes what rebuilds it: the random state before, the actions since."""
+        self.rng_states[i], self.actions[i] = self.worlds[i].np_random.bit_generator.state, []
+        return self.worlds[i].reset()[0]["image"]
+
+    def reset(self, *, seed=None, options=None):
+        self.rng_states, self.actions = [None] * self.num_envs, [None] * self.num_envs
+        self.done[:] = False
+        for i, world in enumerate(self.worlds):
+            gym.Env.reset(world, seed=None if seed is None else seed + i)  # seeds only, as SyncVectorEnv does
+        return np.stack([self._begin(i) for i in range(self.num_envs)]), {}
+
+    def step(self, actions):
+        obs = np.empty((self.num_envs, *self.single_observation_space.shape), np.uint8)
+        rewards = np.zeros(self.num_envs)
+        terminations, truncations = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        for i, (world, action) in enumerate(zip(self.worlds, actions.tolist())):
+            if self.done[i]:
+                obs[i] = self._begin(i)
+            else:
+                self.actions[i].append(action)
+                image, rewards[i], terminations[i], truncations[i], _ = world.step(action)
+                obs[i] = image["image"]
+        self.done = terminations | truncations
+        return obs, rewards, terminations, truncations, {}
+
+    def state_dict(self):
+        actions = [list(actions) for actions in self.actions]
+        return {"rng_states": list(self.rng_states), "actions": actions, "done": self.done.tolist()}
+
+    def load_state_dict(self, state):
+        """Plays every world back to where it was: same random state, same actions, by Farama's own rules."""
+        self.reset()
+        for i, world in enumerate(self.worlds):
+            world.np_random.bit_generator.state = state["rng_states"][i]
+            self._begin(i)
+            self.actions[i] = list(state["actions"][i])
+            for action in self.actions[i]:
+                world.step(action)
+        self.done = np.array(state["done"])
+
+    def positions(self):
+        """The agents' true (x, y), (N, 2), within map_size."""
+        return np.array([world.agent_pos for world in self.worlds])
+
+    def render(self):
+        return self.worlds[0].get_frame(highlight=False, tile_size=32)
+
+
+def make_envs(args):
+    return GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+
+
+# AGENT ###############################################################################################################
+class GridCNN(nn.Module):
+    """The paper's MiniGrid trunk: three 2x2 SAME convolutions of 16, 8, 8 channels with CReLU after each."""
+
+    def __init__(self, obs_shape, encoding, num_frames=1):
+        super().__init__()
+        width, height, _ = obs_shape
+        codes = (11, 6, 4)  # object types, colours, states (doors have 3, the agent's direction 4)
+        self.encoding = encoding
+        self.register_buffer("channel", torch.repeat_interleave(torch.arange(3), torch.tensor(codes)), persistent=False)
+        self.register_buffer("code", torch.cat([torch.arange(n, dtype=torch.uint8) for n in codes]), persistent=False)
+        in_channels = num_frames * (sum(codes) if encoding == "onehot" else 3)
+        self.convs = nn.ModuleList(
+            layer_init(nn.Conv2d(inputs, outputs, 2, padding=1))
+            for inputs, outputs in ((in_channels, 16), (32, 8), (16, 8))
+        )
+        self.out_features = 16 * width * height
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs):  # (B, frames, W, H, 3) uint8
+        x = obs.movedim(1, 3)  # (B, W, H, frames, 3)
+        x = (x.index_select(-1, self.channel) == self.code).float() if self.encoding == "onehot" else x / 10
+        x = x.flatten(3).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
+        for conv in self.convs:
+            x = conv(x)[:, :, 1:, 1:]  # padded on all sides; SAME pads an even kernel at the end only
+            x = torch.cat([x, -x], 1).relu_()  # CReLU
+        return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
+
+
+def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
+    torch.nn.init.orthogonal_(layer.weight, std)
+    torch.nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    def __init__(self, envs, args):
+        super().__init__()
+        trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
+        self.network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
+        self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), std=1)
+
+    def get_action_and_value(self, obs, action=None):
+        hidden = self.network(obs)
+        probs = Categorical(logits=self.actor(hidden), validate_args=False)  # validating would wait for the device
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
+
+
+def stack_frames(obs, ages, rows, envs, m):
+    """The policy's input (B, m + 1, ...): the frames at (rows, envs), each after the m before it. At a segment's start
+    its first frame is repeated, so no stack crosses an episode. rows, envs and ages are numpy, on the host."""
+    back = np.minimum(np.arange(m, -1, -1), ages[rows, envs][:, None])  # (B, m + 1)
+    index = np.stack([rows[:, None] - back, np.broadcast_to(envs[:, None], back.shape)])
+    rows, envs = torch.from_numpy(index).to(obs.device, non_blocking=True)
+    return obs[rows, envs]
+
+
+def gae(rewards, values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantages (T, N) of values (T + 1, N). With NEXT_STEP autoreset values[t + 1] is the value of the
+    state that step t led to, also where the episode ends: so a truncation bootstraps and a termination does not."""
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(rewards[0])
+    delta = rewards + gamma * values[1:] * ~terminations - values[:-1]
+    discount = gamma * gae_lambda * ~dones
+    for t in reversed(range(len(rewards))):
+        advantages[t] = lastgaelam = delta[t] + discount[t] * lastgaelam
+    return advantages
+
+
+# REACHABILITY NETWORK ################################################################################################
+class RNet(nn.Module):
+    """Siamese network: can the late state be reached from the early one in at most k - 1 steps? The comparator's first
+    layer acts on the concatenation of two embeddings, W [a; b] = W_early a + W_late b, so both products are computed
+    once per frame (`embed`) and a pair costs one addition and the layers after it (`compare`)."""
+
+    def __init__(self, envs, args, hidden=256):
+        super().__init__()
+        trunk = GridCNN(envs.single_observation_space.shape, args.encoding)
+        self.branch = nn.Sequential(trunk, nn.Linear(trunk.out_features, 128), nn.ReLU())
+        self.early = nn.Linear(128, hidden)
+        self.late = nn.Linear(128, hidden, bias=False)
+        with torch.no_grad():  # begin with the difference of the embeddings: held-out accuracy 0.82 after two trainings
+            self.late.weight.copy_(
+                -self.early.weight
+            )  # and not 0.55, since most of the task is to tell "same" from not
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(hidden, 1))
+
+    def embed(self, frames):  # (B, W, H, 3) uint8 -> (B, 2, hidden): as the early and as the late state of a pair
+        embedding = self.branch(frames.unsqueeze(1))
+        return torch.stack([self.early(embedding), self.late(embedding)], 1)
+
+    def compare(self, early, late):  # (B, hidden), (B, hidden) -> (B,) logits
+        return self.head(early + late).squeeze(-1)
+
+
+class Ring:
+    """The last steps of each environment as uint8 frames. `ages` counts a frame's steps since its segment began; a
+    segment is cut at an episode's start and after a non-zero reward, and no pair ever crosses a cut."""
+
+    def __init__(self, num_rows, num_envs, obs_shape, device):
+        self.frames = torch.zeros((num_rows, num_envs, *obs_shape), dtype=torch.uint8, device=device)
+        self.ages = torch.zeros((num_rows, num_envs), dtype=torch.int64, device=device)
+        self.head = self.size = self.unseen = 0  # next row to write, rows in use, rows the RNet has not trained on
+
+    def add(self, frames, ages):
+        frames, ages = frames[-len(self.frames) :], ages[-len(self.frames) :]
+        rows = (self.head + torch.arange(len(frames), device=frames.device)) % len(self.frames)
+        self.frames[rows], self.ages[rows] = frames, ages
+        self.head = (self.head + len(frames)) % len(self.frames)
+        self.size, self.unseen = (min(n + len(frames), len(self.frames)) for n in (self.size, self.unseen))
+
+    def rows(self, newest):
+        """Storage rows of the newest frames, oldest first."""
+        return (self.head - newest + torch.arange(newest, device=self.frames.device)) % len(self.frames)
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        if state["frames"].shape != self.frames.shape:
+            raise ValueError(f"a ring of {tuple(state['frames'].shape)}, not {tuple(self.frames.shape)}")
+        self.frames.copy_(state["frames"])
+        self.ages.copy_(state["ages"])
+        self.head, self.size, self.unseen = state["head"], state["size"], state["unseen"]
+
+
+def segment_ends(ages):
+    """For each frame (T, N), oldest first, the row of the last frame of its segment."""
+    steps = torch.arange(len(ages), device=ages.device).unsqueeze(1)
+    is_last = torch.cat([ages[1:] == 0, torch.ones_like(ages[:1], dtype=torch.bool)])
+    return torch.where(is_last, steps, len(ages)).flip(0).cummin(0).values.flip(0)
+
+
+def uniform(low, high):
+    """Integers drawn uniformly from [low, high], both tensors, both ends included."""
+    draw = torch.rand(low.shape, device=low.device, dtype=torch.float64)
+    return low + (draw * (high - low + 1)).long()
+
+
+def sample_triplets(ages, k, negative_bias, positive_bias, negative_cap, num_triplets):
+    """Algorithm 1 over all segments at once: rows of anchors, positives and negatives, their environments, and how many
+    of them are real (the real ones come first). Every frame draws the anchor that would follow it; the anchors that
+    Algorithm 1 visits are those on the path from the oldest frame, found by pointer doubling instead of a walk."""
+    (num_rows, num_envs), device = ages.shape, ages.device
+    steps = torch.arange(num_rows, device=device).unsqueeze(1).expand(ages.shape)
+    ends = segment_ends(ages)
+    positives = uniform(steps + 1, steps + k)
+    jump = uniform(positives + 1, positives + positive_bias)
+    jump = torch.where(jump <= ends, jump, ends + 1)  # a segment's first anchor is its first frame
+    jump = torch.cat([jump, torch.full_like(jump[:1], num_rows)])  # the row behind the newest leads to itself
+    visited = torch.zeros_like(jump)
+    visited[0] = 1
+    for _ in range(num_rows.bit_length()):
+        visited = visited.scatter_reduce(0, jump, visited, "amax")
+        jump = jump.gather(0, jump)
+    nearest = steps + k + negative_bias
+    furthest = torch.minimum(ends, nearest + (k + negative_bias) // 10) if negative_cap else ends
+    usable = (visited[:-1] == 1) & (nearest <= ends)
+    negatives = uniform(nearest, furthest)
+    order = (torch.rand(ages.shape, device=device) + usable).flatten().topk(min(num_triplets, ages.numel())).indices
+    rows, envs = order // num_envs, order % num_envs
+    return rows, positives[rows, envs], negatives[rows, envs], envs, usable.sum()
+
+
+def sample_heldout(ages, k, tolerance, negative_bias, num_samples):
+    """Appendix B's validation pairs: positives from [t+1, t+k+Dt], negatives from [t+k+Dt+D-, t+k+Dt+2D-]."""
+    num_envs, device = ages.shape[1], ages.device
+    steps = torch.arange(len(ages), device=device).unsqueeze(1)
+    ends = segment_ends(ages)
+    usable = (steps + k + tolerance + negative_bias <= ends).flatten()
+    pick = (torch.rand(num_samples, device=device, dtype=torch.float64) * usable.sum()).long()
+    order = usable.long().argsort(descending=True, stable=True)[pick]
+    rows, envs = order // num_envs, order % num_envs
+    positives = uniform(rows + 1, rows + k + tolerance)
+    nearest = rows + k + tolerance + negative_bias
+    negatives = uniform(nearest, torch.minimum(nearest + negative_bias, ends[rows, envs]))
+    return rows, positives, negatives, envs, usable.sum()
+
+
+def rnet_logits(rnet, anchors, positives, negatives):
+    """R(anchor, positive) and R(anchor, negative) as logits; each frame is embedded once."""
+    embeddings = rnet.embed(torch.cat([anchors, positives, negatives])).chunk(3)
+    early = embeddings[0][:, 0]
+    return rnet.compare(early, embeddings[1][:, 1]), rnet.compare(early, embeddings[2][:, 1])
+
+
+def rnet_loss(positive_logits, negative_logits, label_smoothing):
+    """-log R(anc, +) - log(1 - R(anc, -)), Eq. 20, with smoothed labels."""
+    smooth = torch.full_like(positive_logits, label_smoothing / 2)
+    return F.binary_cross_entropy_with_logits(positive_logits, 1 - smooth) + F.binary_cross_entropy_with_logits(
+        negative_logits, smooth
+    )
+
+
+def rnet_accuracy(positive_logits, negative_logits):
+    return torch.cat([positive_logits > 0, negative_logits < 0]).float().mean()
+
+
+class Schedule:
+    """When the RNet trains next, and whether its last 20 training accuracies are good enough for it to be asked."""
+
+    def __init__(self, next_step, ready):
+        self.next_step, self.ready, self.accuracies = next_step, ready, []
+
+    def trained(self, global_step, intervals, accuracies, ready_accuracy):
+        self.next_step = global_step + intervals[(global_step >= 1e6) + (global_step >= 2e6)]
+        self.accuracies = (self.accuracies + accuracies)[-20:]
+        self.ready = sum(self.accuracies) / 20 > ready_accuracy
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+# INTRINSIC REWARD ####################################################################################################
+def masked_percentile(scores, counts, q):
+    """numpy's percentile of the first counts[i] values of row i, (N, M) -> (N,); 0 where there is none."""
+    slots = torch.arange(scores.shape[1], device=scores.device)
+    ordered = scores.masked_fill(slots >= counts.unsqueeze(1), torch.inf).sort(1).values
+    position = q / 100 * (counts - 1).clamp(min=0)
+    below = position.floor().long()
+    above = torch.minimum(below + 1, (counts - 1).clamp(min=0))
+    low, high = (ordered.gather(1, index.unsqueeze(1)).squeeze(1) for index in (below, above))
+    return torch.where(counts > 0, torch.lerp(low, high, position - below), 0.0)
+
+
+class EpisodicMemory:
+    """The states of each environment's episode that were new when they were met: frames, and their embeddings as the
+    early state of a pair, for all environments in one tensor (N, M, ...)."""
+
+    def __init__(self, num_envs, size, obs_shape, device):
+        self.frames = torch.zeros((num_envs, size, *obs_shape), dtype=torch.uint8, device=device)
+        self.counts = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self.embeddings = None  # (N, M, hidden), None after the RNet has changed
+        self.longest = np.full(num_envs, size)  # bounds of the counts that the host knows without asking the device
+
+    def similarities(self, rnet, frames, embeddings, starts, q):
+        """(T, N): how similar each frame is to the memory as it stood before. A frame of similarity <= 0.5 enters it,
+        in a random slot when it is full. `starts`, numpy, marks the first frames of episodes: they empty it."""
+        (num_envs, size), device = self.frames.shape[:2], frames.device
+        if self.embeddings is None:
+            self.embeddings = rnet.embed(self.frames.flatten(0, 1))[:, 0].unflatten(0, (num_envs, size)).contiguous()
+        everyone, device_starts = torch.arange(num_envs, device=device), torch.from_numpy(starts).to(device)
+        random_slots = torch.randint(size, starts.shape, device=device)
+        result = torch.zeros(starts.shape, device=device)
+        for t in range(len(frames)):
+            self.counts = torch.where(device_starts[t], 0, self.counts)
+            self.longest = np.where(starts[t], 0, self.longest)
+            held = self.embeddings[:, : np.clip(self.longest.max(), 1, size)]  # no count is above that
+            scores = rnet.compare(held, embeddings[t, :, 1].unsqueeze(1)).sigmoid()
+            result[t] = masked_percentile(scores, self.counts, q)
+            new = result[t] <= 0.5
+            slots = torch.where(self.counts < size, self.counts, random_slots[t])
+            for store, value in ((self.frames, frames[t]), (self.embeddings, embeddings[t, :, 0])):
+                enters = new.view(-1, *[1] * (value.ndim - 1))
+                store[everyone, slots] = torch.where(enters, value, store[everyone, slots])
+            self.counts, self.longest = (self.counts + new).clamp(max=size), self.longest + 1
+        return result
+
+    def clear(self):
+        self.counts, self.embeddings = torch.zeros_like(self.counts), None
+
+    def state_dict(self):
+        return {"frames": self.frames, "counts": self.counts}
+
+    def load_state_dict(self, state):
+        self.frames.copy_(state["frames"])
+        self.counts.copy_(state["counts"])
+
+
+# CHECKPOINTS AND CHARTS ##############################################################################################
+def save_checkpoint(progress, learned, path):
+    """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
+    try:
+        torch.save({**progress, **{name: part.state_dict() for name, part in learned.items()}}, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as error:  # a full disk must not end the run, nor cost the older checkpoint
+        print(f"could not save {path}, an older one stays: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+def load_checkpoint(path, script):
+    """Reads a checkpoint without running any code in it; says in one line what is wrong with a bad one."""
+    if not os.path.isfile(path):
+        fail(f"--resume {path}: no such file")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = checkpoint["script"]
+    except Exception as error:
+        fail(f"--resume {path} is not a readable checkpoint, truncated or not one: {str(error).splitlines()[0][:80]}")
+    if found != script:
+        fail(f"--resume {path} was written by {found}, not by {script}")
+    return checkpoint
+
+
+def plot_curve(history, title, path):
+    """Draws every column of the history against steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for row in history for name in row if name not in ("step", "length")))
+    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], names):
+        axis.plot(*zip(*((row["step"], row[name]) for row in history if name in row)))
+        axis.set(title=name.replace("_", " "), xlabel="environment steps")
+        axis.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    # SETUP ###########################################################################################################
+    args = tyro.cli(Args, default=domain_defaults(sys.argv[1:]))
+    script = os.path.basename(__file__)
+    checkpoint = None
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume, script)
+        args = tyro.cli(Args, default=Args(**{**checkpoint["args"], "resume": args.resume}))
+        if args.env_id != checkpoint["args"]["env_id"]:
+            fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
+    check_args(args)
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = max(1, args.total_timesteps // batch_size)
+    method = "eco" if args.bonus_scale else "ppo"
+
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+
+    envs = make_envs(args)
+    obs_shape = envs.single_observation_space.shape
+    agent = Agent(envs, args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    learned = {"agent": agent, "optimizer": optimizer}
+    rnet = ring = memory = observe = None
+    schedule = Schedule(args.rnet_start, ready=False)
+    if method == "eco":
+        rnet = RNet(envs, args).to(device)
+        rnet_optimizer = torch.optim.Adam(
+            rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay, fused=True
+        )
+        ring = Ring(args.ring_size // args.num_envs, args.num_envs, obs_shape, device)
+        memory = EpisodicMemory(args.num_envs, args.memory_size, obs_shape, device)
+        learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer, "schedule": schedule, "memory": memory}
+        learned |= {"ring": ring} if args.save_ring else {}
+    method_charts = {"bonus": "eco/bonus", "rnet_accuracy": "rnet/heldout_accuracy"}
+
+    # rows before `past` hold what the frame stack still needs of earlier rollouts
+    past = args.stack_observations
+    obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=torch.uint8, device=device)
+    ages = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # steps since the frame's segment began
+    states = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # what `observe` says of the frame
+    actions = torch.zeros((args.num_steps, args.num_envs), dtype=torch.int64, device=device)
+    logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
+    values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
+    rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
+    terminations = np.zeros((args.num_steps, args.num_envs), bool)
+    truncations = np.zeros((args.num_steps, args.num_envs), bool)
+    valid = np.zeros((args.num_steps, args.num_envs), bool)  # False on the rows that autoreset inserts
+    every_env = np.arange(args.num_envs)
+
+    first_iteration, global_step, elapsed = 1, 0, 0.0
+    episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+    recent = deque(maxlen=100)  # returns of the last episodes
+    history = []  # one row of charts per iteration
+    next_obs, _ = envs.reset(seed=args.seed)
+    next_done = np.zeros(args.num_envs, bool)
+    obs[past] = torch.from_numpy(next_obs)
+
+    if checkpoint:
+        try:
+            for name, part in learned.items():
+                if name in checkpoint:
+                    part.load_state_dict(checkpoint[name])
+            envs.load_state_dict(checkpoint["worlds"])
+            obs[past] = checkpoint["next_obs"]
+            if "past_obs" in checkpoint:
+                obs[: past + 1], ages[: past + 1] = checkpoint["past_obs"], checkpoint["past_ages"]
+        except (RuntimeError, ValueError, IndexError) as error:
+            fail(f"--resume {args.resume} does not fit these settings: {str(error).splitlines()[0]}")
+        first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
+        elapsed = checkpoint["elapsed"]
+        episode_returns = np.array(checkpoint["episode_returns"])
+        episode_lengths = np.array(checkpoint["episode_lengths"])
+        next_done, history = np.array(checkpoint["next_done"]), checkpoint["history"]
+        recent.extend(checkpoint["recent"])
+        np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
+        torch.set_rng_state(checkpoint["torch_rng"])
+    if observe:
+        states[past] = observe()
+
+    run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
+    if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
+        fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
+    os.makedirs(run_dir, exist_ok=True)
+    command = shlex.join(["python", script, *sys.argv[1:]])
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
+    versions = {
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
+        "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
+        "gymnasium": gym.__version__, "minigrid": minigrid.__version__,
+    }  # fmt: skip
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
+    table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    wandb_run = None
+    if args.track:
+        import wandb
+
+        try:
+            wandb_run = wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=os.path.basename(run_dir), dir=run_dir,
+                config={**asdict(args), **versions, "command": command}, group=args.env_id, job_type=method,
+                tags=[method, args.env_id],
+            )  # fmt: skip
+        except Exception as error:
+            print(f"W&B cannot be reached, going on without it: {str(error).splitlines()[0]}", file=sys.stderr)
+    print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
+    if ring:
+        print(f"ring: {len(ring.frames)} steps x {args.num_envs} environments, {ring.frames.nbytes / 1e6:.1f} MB")
+    if checkpoint:
+        print(f"resumed at step {global_step:,}" + ("" if "ring" in checkpoint else "; the ring starts empty"))
+
+    stop_signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: stop_signals.append(received))
+    progress, next_checkpoint = None, global_step + (args.checkpoint_interval or args.total_timesteps)
+    start_time, start_step = time.time(), global_step
+    bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", smoothing=0.05, mininterval=1.0)
+
+    for iteration in range(first_iteration, num_iterations + 1):
+        frac = 1.0 - (iteration - 1.0) / num_iterations
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+        clip_coef = frac * args.clip_coef if args.anneal_clip else args.clip_coef
+        charts = {}
+        finished_returns, finished_lengths = [], []
+
+        # ROLLOUT #####################################################################################################
+        for step in range(args.num_steps):
+            if stop_signals:
+                break
+            row = past + step
+            with torch.inference_mode():
+                policy_obs = stack_frames(obs, ages, np.full_like(every_env, row), every_env, args.stack_observations)
+                action, logprob, _, value = agent.get_action_and_value(policy_obs)
+            actions[step], logprobs[step], values[step] = action, logprob, value
+            next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
+            valid[step], rewards[step] = ~next_done, reward
+            next_done = terminations[step] | truncations[step]
+            obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
+            ages[row + 1] = np.where(valid[step] & (reward == 0), ages[row] + 1, 0)
+            if observe:
+                states[row + 1] = observe()
+            episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
+            episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
+            finished_returns += episode_returns[next_done].tolist()
+            finished_lengths += episode_lengths[next_done].tolist()
+        if stop_signals:
+            break  # the rollout is left out: the checkpoint of the last iteration's end is whole
+        global_step += batch_size
+
+        # INTRINSIC REWARD ############################################################################################
+        total_rewards = torch.from_numpy(rewards).to(device)
+        if schedule.ready:
+            with torch.inference_mode():  # each frame is embedded once
+                new = obs[past + 1 :]
+                embeddings = rnet.embed(new.flatten(0, 1)).unflatten(0, new.shape[:2])
+                similarity = memory.similarities(rnet, new, embeddings, ~valid, args.memory_percentile)
+            bonus = args.bonus_bias - similarity
+            total_rewards = total_rewards + args.bonus_scale * bonus
+            charts["eco/bonus"] = (bonus * torch.from_numpy(valid).to(device)).sum() / int(valid.sum())
+        elif memory:
+            memory.clear()  # it was not kept up
+
+        # ADVANTAGE ###################################################################################################
+        with torch.inference_mode():
+            policy_obs = stack_frames(obs, ages, np.full_like(every_env, row + 1), every_env, args.stack_observations)
+            values[-1] = agent.get_action_and_value(policy_obs)[3]
+        device_terminations = torch.from_numpy(terminations).to(device)
+        dones = torch.from_numpy(terminations | truncations).to(device)
+        advantages = gae(total_rewards, values, device_terminations, dones, args.gamma, args.gae_lambda)
+        returns = advantages + values[:-1]
+
+        # UPDATE POLICY ###############################################################################################
+        b_logprobs, b_actions, b_advantages = logprobs.flatten(), actions.flatten(), advantages.flatten()
+        b_returns, b_values = returns.flatten(), values[:-1].flatten()
+        b_inds = np.flatnonzero(valid)  # no row that autoreset inserted
+        clipfracs = []
+        for _ in range(args.update_epochs):
+            np.random.shuffle(b_inds)
+            for host_inds in np.array_split(b_inds, args.num_minibatches):
+                mb_obs = stack_frames(
+                    obs, ages, past + host_inds // args.num_envs, host_inds % args.num_envs, args.stack_observations
+                )
+                mb_inds = torch.from_numpy(host_inds).to(device, non_blocking=True)
+                _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, b_actions[mb_inds])
+                logratio = newlogprob - b_logprobs[mb_inds]
+                ratio = logratio.exp()
+                with torch.no_grad():
+                    approx_kl = ((ratio - 1) - logratio).mean()
+                    clipfracs.append(((ratio - 1.0).abs() > clip_coef).float().mean())
+
+                mb_advantages = b_advantages[mb_inds]
+                if args.norm_adv and len(host_inds) > 1:
+                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+
+                # Policy loss
+                pg_loss1 = -mb_advantages * ratio
+                pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
+                pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+                # Value loss
+                v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                if args.clip_vloss:
+                    v_clipped = b_values[mb_inds] + (newvalue - b_values[mb_inds]).clamp(-clip_coef, clip_coef)
+                    v_loss = torch.max(v_loss, (v_clipped - b_returns[mb_inds]) ** 2)
+                v_loss = 0.5 * v_loss.mean()
+
+                entropy_loss = entropy.mean()
+                loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
+
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
+                optimizer.step()
+        charts |= {
+            "losses/value_loss": v_loss, "losses/policy_loss": pg_loss, "losses/entropy": entropy_loss,
+            "losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean(),
+        }  # fmt: skip
+
+        # UPDATE RNET #################################################################################################
+        if ring:
+            ring.add(obs[past:-1], torch.from_numpy(ages[past:-1]).to(device))
+        if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
+            # accuracy on what the RNet has not trained on yet (Appendix B)
+            rows = ring.rows(ring.unseen)
+            *triplets, count = sample_heldout(ring.ages[rows], args.k, 0, args.negative_bias, 15_000)
+            if int(count) > 0:
+                with torch.inference_mode():
+                    anchors, positives, negatives, triplet_envs = triplets
+                    unseen = rnet.embed(ring.frames[rows].flatten(0, 1)).unflatten(0, (len(rows), args.num_envs))
+                    early = unseen[anchors, triplet_envs, 0]
+                    positive_logits = rnet.compare(early, unseen[positives, triplet_envs, 1])
+                    negative_logits = rnet.compare(early, unseen[negatives, triplet_envs, 1])
+                    charts["rnet/heldout_accuracy"] = rnet_accuracy(positive_logits, negative_logits)
+            rows = ring.rows(ring.size)
+            *triplets, count = sample_triplets(
+                ring.ages[rows], args.k, args.negative_bias, args.positive_bias, args.negative_cap, args.rnet_triplets
+            )
+            triplets = torch.stack(triplets)[:, : int(count)]
+            batch_accuracies = []
+            for *mb_rows, mb_envs in triplets.split(args.rnet_batch_size, 1):
+                positive_logits, negative_logits = rnet_logits(rnet, *(ring.frames[rows[r], mb_envs] for r in mb_rows))
+                loss = rnet_loss(positive_logits, negative_logits, args.label_smoothing)
+                rnet_optimizer.zero_grad()
+                loss.backward()
+                rnet_optimizer.step()
+                batch_accuracies.append(rnet_accuracy(positive_logits.detach(), negative_logits.detach()))
+            if batch_accuracies:
+                batch_accuracies = torch.stack(batch_accuracies).tolist()
+                schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
+                charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
+                memory.embeddings, ring.unseen = None, 0
+            charts |= {"rnet/triplets": count, "rnet/ready": float(schedule.ready)}
+
+        # LOG #########################################################################################################
+        sps = (global_step - start_step) / (time.time() - start_time)
+        charts |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}
+        if finished_returns:
+            recent.extend(finished_returns)
+            charts |= {
+                "charts/episodic_return": np.mean(finished_returns),
+                "charts/episodic_length": np.mean(finished_lengths),
+                "charts/success_rate": np.mean(np.array(finished_returns) > 0),
+            }
+        charts = {name: torch.as_tensor(value).item() for name, value in charts.items()}  # waits for the device
+        for name, value in charts.items():
+            writer.add_scalar(name, value, global_step)
+        if wandb_run:
+            wandb_run.log(charts, step=global_step)
+        if not np.isfinite(charts["losses/value_loss"] + charts["losses/policy_loss"]):
+            bar.close()
+            sys.exit(f"the loss is not finite at step {global_step}; the last good checkpoint is kept")
+        names = {
+            "return": "charts/episodic_return",
+            "success": "charts/success_rate",
+            "length": "charts/episodic_length",
+        }
+        names |= method_charts
+        history.append({"step": global_step} | {key: charts[name] for key, name in names.items() if name in charts})
+        shown = {key: row[key] for row in history[-10:] for key in names if key in row and key != "length"}
+        bar.set_postfix({key: f"{value:.2f}" for key, value in shown.items()}, refresh=False)
+        bar.update(batch_size)
+
+        # CHECKPOINT ##################################################################################################
+        obs[: past + 1] = obs[-past - 1 :].clone()
+        ages[: past + 1], states[: past + 1] = ages[-past - 1 :].copy(), states[-past - 1 :].copy()
+        _, *numpy_rng = np.random.get_state()
+        progress = {  # all that the next rollout will change, so that it can be left out when it is interrupted
+            "script": script, "args": asdict(args), "versions": versions, "command": command, "iteration": iteration,
+            "global_step": global_step, "elapsed": elapsed + time.time() - start_time, "history": history,
+            "recent": list(recent), "worlds": envs.state_dict(), "next_obs": obs[past].clone(),
+            "next_done": next_done.tolist(), "episode_returns": episode_returns.tolist(),
+            "episode_lengths": episode_lengths.tolist(), "torch_rng": torch.get_rng_state(),
+            "numpy_rng": [torch.from_numpy(numpy_rng[0]), *numpy_rng[1:]],
+        }  # fmt: skip
+        if args.save_ring:
+            progress |= {"past_obs": obs[: past + 1].clone(), "past_ages": torch.from_numpy(ages[: past + 1].copy())}
+        if global_step >= next_checkpoint:
+            save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+            next_checkpoint = global_step + args.checkpoint_interval
+
+    bar.close()
+    if progress:
+        save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+        plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
+    writer.close()
+    envs.close()
+    if wandb_run:
+        wandb_run.finish()
+    if stop_signals:
+        print(f"stopped by {signal.Signals(stop_signals[0]).name}, resume: python {script} --resume {run_dir}/agent.pt")
+    print(
+        f"{method} {args.env_id} seed {args.seed}: return {np.mean(recent or [0]):.3f}, success "
+        f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
+        f"{elapsed + time.time() - start_time:.0f} s; {run_dir}/agent.pt, {run_dir}/curve.png"
+    )

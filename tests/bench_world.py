@@ -1,0 +1,36 @@
+"""Steps/s of the fast worlds against minigrid's FullyObsWrapper in a SyncVectorEnv, 12 environments, random actions.
+
+OMP_NUM_THREADS=1 python tests/bench_world.py
+"""
+
+import statistics
+import time
+
+import gymnasium as gym
+import numpy as np
+from conftest import CANONICAL, farama, load
+
+REPETITIONS, NUM_STEPS, NUM_ENVS, BAR = 7, 400, 12, 5.0
+
+if __name__ == "__main__":
+    script = load(CANONICAL)
+    for size in ("7x7", "11x11"):
+        env_id = f"MiniGrid-FourRooms-{size}-v0"
+        contenders = {
+            "GridWorlds": script.GridWorlds(env_id, NUM_ENVS, 100),
+            "SyncVectorEnv": gym.vector.SyncVectorEnv([lambda env_id=env_id: farama(script, env_id)] * NUM_ENVS),
+        }
+        actions = np.random.default_rng(0).integers(0, 7, (NUM_STEPS, NUM_ENVS))
+        speeds = {name: [] for name in contenders}
+        for repetition in range(REPETITIONS):  # interleaved, so that other load on the machine meets both
+            for name, envs in contenders.items():
+                envs.reset(seed=repetition)
+                start = time.perf_counter()
+                for action in actions:
+                    envs.step(action)
+                speeds[name].append(NUM_STEPS * NUM_ENVS / (time.perf_counter() - start))
+        medians = {name: statistics.median(values) for name, values in speeds.items()}
+        ratios = [ours / theirs for ours, theirs in zip(*speeds.values())]
+        shown = ", ".join(f"{name} {median:,.0f} steps/s" for name, median in medians.items())
+        ratio = statistics.median(ratios)
+        print(f"{size}: {shown}, ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), bar {BAR}")

@@ -1,0 +1,388 @@
+"""analysis/: evaluation against a slow loop over single worlds, curves and tables against numbers found by hand."""
+
+import csv
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "ppo_sprl_minigrid.py"
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import curves  # noqa: E402
+import evaluate  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The agent.pt of two iterations with a stack of three frames."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = "--env-id MiniGrid-Empty-Random-5x5-v0 --cost-scale 0 --total-timesteps 1024 --num-envs 4 --num-steps 128"
+    flags += " --max-episode-steps 80 --stack-observations 2 --run-name tiny"
+    command = [sys.executable, str(ROOT / SCRIPT), *flags.split()]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder / "runs" / "tiny" / "agent.pt"
+
+
+@pytest.fixture
+def checkpoint(trained):
+    return torch.load(trained, weights_only=True)
+
+
+def save(tmp_path, content):
+    torch.save(content, tmp_path / "agent.pt")
+    return str(tmp_path / "agent.pt")
+
+
+def refused(main, args, capsys):
+    """The one line on stderr with which main(args) ends in exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    output = capsys.readouterr()
+    assert stop.value.code == 2 and not output.out and output.err.count("\n") == 1, output
+    return output.err
+
+
+# EVALUATE ############################################################################################################
+def slow_episodes(checkpoint, seed, count):
+    """[(return, steps), ...] of one world and one agent, with the stack kept as a plain list."""
+    script = evaluate.load_script(SCRIPT, "")
+    args = script.Args(**checkpoint["args"])
+    agent = script.Agent(script.make_envs(args), args)
+    agent.load_state_dict(checkpoint["agent"])
+    world_seed, action_seed = np.random.SeedSequence(seed).generate_state(2) >> 2
+    torch.manual_seed(int(action_seed))
+    world = script.make_world(args.env_id, max_steps=args.max_episode_steps)
+    gym.Env.reset(world, seed=int(world_seed))
+    episodes = []
+    for _ in range(count):
+        stack, total, steps, done = [world.reset()[0]["image"]] * 3, 0.0, 0, False
+        while True:
+            with torch.no_grad():
+                logits = agent.actor(agent.network(torch.from_numpy(np.stack(stack))[None]))
+            action = torch.multinomial(logits.softmax(1), 1).item()
+            if done:  # the action that autoreset ignores
+                break
+            obs, reward, terminated, truncated, _ = world.step(action)
+            stack, done = [*stack[1:], obs["image"]], terminated or truncated
+            total, steps = total + reward, steps + 1
+        episodes.append((total, steps))
+    return episodes
+
+
+def gif_milliseconds(path):
+    with Image.open(path) as image:
+        durations = []
+        for frame in range(image.n_frames):
+            image.seek(frame)
+            image.load()
+            durations.append(image.info["duration"])
+        return sum(durations), image.info["loop"]
+
+
+def test_command_agrees_with_a_single_world(checkpoint, tmp_path):
+    """One environment and sampled actions: the slow loop draws the same random numbers."""
+    checkpoint["args"]["num_envs"] = 1
+    returns, steps = (np.array(column) for column in zip(*slow_episodes(checkpoint, 3, 20)))
+    assert len(set(steps.tolist())) > 2, "too dull for a test"
+    command = [sys.executable, str(ROOT / "analysis" / "evaluate.py"), save(tmp_path, checkpoint), "--episodes", "20"]
+    command += ["--seed", "3", "--video", "play.gif"]
+    ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, encoding="utf-8")
+    error = np.sqrt(((returns - returns.mean()) ** 2).sum() / 19 / 20)
+    assert ran.stdout.splitlines()[0] == (
+        f"return {returns.mean():.3f} ± {error:.3f}, success {(returns > 0).mean():.2f}, steps {steps.mean():.1f} "
+        "over 20 episodes (seed 3)"
+    )
+    assert "20/20" in ran.stderr  # the bar
+    frames = sum(steps[:3]) + 3  # an episode of n steps has n + 1 frames
+    assert gif_milliseconds(tmp_path / "play.gif") == (160 * frames, 0)
+    assert (tmp_path / "play.gif").stat().st_size < 1e6
+
+
+class Walker(torch.nn.Linear):
+    """Goes to the corner (3, 3): forward when that leads right or down, else a turn to the right."""
+
+    def get_action_and_value(self, obs, action):
+        agents = (obs[:, -1, ..., 0] == 10).nonzero()  # (B, 3): row, x, y
+        directions = obs[agents[:, 0], -1, agents[:, 1], agents[:, 2], 2]
+        best = [self.rule(*pose) for pose in zip(*agents[:, 1:].T.tolist(), directions.tolist())]
+        return None, (action == torch.tensor(best)).float().log(), None, None
+
+    @staticmethod
+    def rule(x, y, direction):
+        return 2 if (direction == 0 and x < 3) or (direction == 1 and y < 3) else 1
+
+
+def test_greedy_walk_agrees_with_arithmetic(checkpoint):
+    """Three worlds of 4, 4 and 3 episodes; the walks are counted without the worlds."""
+    script = evaluate.load_script(SCRIPT, "")
+    args = script.Args(**checkpoint["args"])
+    args.num_envs = 3
+    rows = evaluate.play(
+        script.make_envs(args), Walker(1, 1), script.stack_frames, 2, np.array([4, 4, 3]), 50, greedy=True
+    )
+    expected = []
+    for i, quota in enumerate((4, 4, 3)):
+        world = script.make_world(args.env_id)
+        gym.Env.reset(world, seed=50 + i)
+        for _ in range(quota):
+            world.reset()
+            (x, y), direction, steps = map(int, world.agent_pos), world.agent_dir, 0
+            while (x, y) != (3, 3):
+                if Walker.rule(x, y, direction) == 2:
+                    x, y = (x + 1, y) if direction == 0 else (x, y + 1)
+                else:
+                    direction = (direction + 1) % 4
+                steps += 1
+            expected.append((i, pytest.approx(1 - 0.9 * steps / 80), steps))
+    assert sorted(rows, key=lambda row: row[0]) == expected  # a stable sort: each environment's in order
+
+
+def test_same_seed_same_numbers(trained, capsys):
+    lines = []
+    for seed in (1, 1, 2):
+        evaluate.main(evaluate.Args(str(trained), episodes=9, seed=seed))
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1] and lines[0].split("(")[0] != lines[2].split("(")[0]
+
+
+def test_layouts_are_not_those_of_the_training(trained, checkpoint, capsys, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(evaluate, "play", lambda *args: seeds.append(args[5]) or [(0, 1.0, 7)])
+    for seed in (0, 1, 2):
+        evaluate.main(evaluate.Args(str(trained), seed=seed))
+    assert capsys.readouterr().out.startswith("return 1.000, success 1.00, steps 7.0 over 1 episode (seed 0)\n")
+    assert min(seeds) > 1e6 and np.diff(sorted(seeds)).min() > 1000  # trainings use their seed + 0, 1, ...
+
+
+class Script:
+    """Environments whose episode e has LENGTHS[i] steps and shows (i, e, t); rewards by REWARDS[i][t]."""
+
+    LENGTHS, REWARDS = (1, 6), ({1: 1.0}, {2: 0.25, 6: 0.5})
+    num_envs, single_action_space = 2, gym.spaces.Discrete(3)
+
+    def reset(self, seed):
+        self.episode, self.t = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        return self.observe(), {}
+
+    def observe(self):
+        return np.stack([np.arange(2), self.episode, self.t], 1)
+
+    def step(self, actions):
+        ended = self.t == self.LENGTHS
+        self.episode, self.t = self.episode + ended, np.where(ended, 0, self.t + 1)
+        rewards = np.array([self.REWARDS[i].get(int(t), 0.0) for i, t in enumerate(self.t)])
+        return self.observe(), rewards, self.t == self.LENGTHS, np.zeros(2, bool), {}
+
+
+class Recorder(torch.nn.Linear):
+    """Prefers action 1; notes the stacks it is shown."""
+
+    def get_action_and_value(self, obs, action=None):
+        self.seen = [*getattr(self, "seen", []), obs.clone()]
+        return torch.zeros(len(obs)), None if action is None else -((action - 1.0) ** 2), None, None
+
+
+def test_quota_keeps_short_episodes_from_being_over_counted():
+    """Of the first 4 episodes to finish, all are environment 0's: return 1, 1 step. By quota, two of each count."""
+    stack_frames = evaluate.load_script(SCRIPT, "").stack_frames
+    agent = Recorder(1, 1)
+    rows = evaluate.play(Script(), agent, stack_frames, 2, np.array([2, 2]), 0)
+    assert sorted(rows) == [(0, 1.0, 1), (0, 1.0, 1), (1, 0.75, 6), (1, 0.75, 6)]
+    line = evaluate.summary([row[1] for row in rows], [row[2] for row in rows], 5)
+    assert line == "return 0.875 ± 0.072, success 1.00, steps 3.5 over 4 episodes (seed 5)"  # 0.125 * 2 / sqrt(3) / 2
+    # a stack is cut at the reward of t = 2 and at an episode's start, where training cuts it
+    times = [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3], [2, 3, 4], [3, 4, 5], [6, 6, 6]]
+    assert [stack[1, :, 2].tolist() for stack in agent.seen] == times + times[:6]
+    assert [stack[1, :, 1].tolist() for stack in agent.seen] == [[0] * 3] * 7 + [[1] * 3] * 6
+    assert evaluate.most_likely(agent, torch.zeros(5, 3, 3), 3).tolist() == [1] * 5
+
+
+def test_gif(tmp_path):
+    flat = [np.full((8, 8, 3), shade, np.uint8) for shade in (0, 100, 100, 200)]
+    assert evaluate.write_gif(flat, tmp_path / "flat.gif") == 4
+    assert gif_milliseconds(tmp_path / "flat.gif") == (4 * 160, 0)
+    with Image.open(tmp_path / "flat.gif") as image:
+        assert image.n_frames == 3  # the two equal frames are one, shown twice as long
+        assert image.convert("RGB").getpixel((3, 3)) == (0, 0, 0)
+        image.seek(2)
+        assert image.convert("RGB").getpixel((3, 3)) == (200, 200, 200)
+    noise = list(np.random.default_rng(0).integers(0, 255, (16, 64, 64, 3), np.uint8))
+    assert evaluate.write_gif(noise, tmp_path / "noise.gif", 20_000) == 4  # about 4 kB each
+    assert (tmp_path / "noise.gif").stat().st_size < 20_000
+
+
+def test_older_checkpoint_with_other_settings(checkpoint, tmp_path, capsys):
+    del checkpoint["args"]["negative_cap"]
+    checkpoint["args"]["a_setting_of_old"] = 1
+    evaluate.main(evaluate.Args(save(tmp_path, checkpoint), episodes=1))
+    assert "over 1 episode (seed 1)" in capsys.readouterr().out
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile",)
+
+
+def test_unreadable_files_are_refused(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.pt").write_bytes(b"")
+    Path("truncated.pt").write_bytes(trained.read_bytes()[:5000])
+    Path("text.pt").write_text("return 1.0\n")
+    Path("pickle.pt").write_bytes(pickle.dumps({"script": SCRIPT, "args": {}, "agent": Hostile()}))
+    torch.save({"script": SCRIPT, "args": {}, "agent": Hostile()}, "hostile.pt")
+    torch.save(torch.zeros(3), "tensor.pt")
+    torch.save({"script": SCRIPT, "args": [], "agent": {}}, "list.pt")
+    for name in ("empty", "truncated", "text", "pickle", "hostile", "tensor", "list", "missing"):
+        assert f"{name}.pt" in refused(evaluate.main, evaluate.Args(f"{name}.pt"), capsys)
+        assert f"{name}.pt" in refused(curves.main, curves.Export((f"{name}.pt",), "out"), capsys)
+    refused(evaluate.main, evaluate.Args("."), capsys)
+    assert not Path("hostile").exists()
+
+
+@pytest.mark.parametrize("name", ["../ppo_sprl_minigrid.py", "/tmp/ppo_evil.py", "ppo_nope.py", "os", "", "a\nb"])
+def test_unknown_scripts_are_refused(name, checkpoint, tmp_path, capsys):
+    error = refused(evaluate.main, evaluate.Args(save(tmp_path, checkpoint | {"script": name})), capsys)
+    assert repr(name) in error and SCRIPT in error
+
+
+def test_bad_values_are_refused(trained, checkpoint, tmp_path, capsys, monkeypatch):
+    path = str(trained)
+    assert "--episodes 0" in refused(evaluate.main, evaluate.Args(path, episodes=0), capsys)
+    assert "--seed -1" in refused(evaluate.main, evaluate.Args(path, seed=-1), capsys)
+    for video in ("play.mp4", str(tmp_path / "nowhere" / "play.gif")):
+        assert f"--video {video}" in refused(evaluate.main, evaluate.Args(path, video=video), capsys)
+    for change in ({"agent": {}}, {"args": checkpoint["args"] | {"num_envs": 0}}, {"args": {"stack_observations": 9}}):
+        assert "does not fit" in refused(
+            evaluate.main, evaluate.Args(save(tmp_path, checkpoint | change), episodes=1), capsys
+        )
+    unknown = checkpoint | {"args": checkpoint["args"] | {"env_id": "MiniGrid-Nope-v0"}}
+    assert "MiniGrid-Nope-v0" in refused(evaluate.main, evaluate.Args(save(tmp_path, unknown)), capsys)
+    arm = SimpleNamespace(**vars(evaluate.load_script(SCRIPT, "")))
+    envs = SimpleNamespace(single_action_space=gym.spaces.Box(-1, 1, (4,)))
+    arm.make_envs, arm.Agent = lambda args: envs, lambda envs, args: torch.nn.Linear(1, 1)
+    monkeypatch.setattr(evaluate, "load_script", lambda *_: arm)
+    arm_path = save(tmp_path, checkpoint | {"agent": torch.nn.Linear(1, 1).state_dict()})
+    assert "--greedy" in refused(evaluate.main, evaluate.Args(arm_path, greedy=True), capsys)
+
+
+# CURVES ##############################################################################################################
+def test_csv_round_trip(trained, checkpoint, tmp_path):
+    """What export writes is the history to 4 digits; the second run's history has blanks."""
+    blanks = [{"step": 10}, {"step": 20, "return": 0.123456, "success": 1.0, "length": 3.0, "cost_rate": 0.5}]
+    other = {"history": blanks, "args": checkpoint["args"] | {"seed": 7, "env_id": "ALE/Pong-v5"}, "elapsed": 12.6}
+    paths = (str(trained), save(tmp_path, checkpoint | other | {"command": "python x.py\n--y"}))
+    curves.main(curves.Export(paths, str(tmp_path / "out")))
+    env_id = checkpoint["args"]["env_id"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["ALE-Pong-v5__ppo__s7.csv", f"{env_id}__ppo__s1.csv"]
+    commit = checkpoint["versions"]["commit"]
+    assert (tmp_path / "out" / "ALE-Pong-v5__ppo__s7.csv").read_text() == (
+        f"# command: python x.py --y\n# commit: {commit}\n# elapsed_s: 13\n"
+        "step,return,success,length,cost_rate,rnet_accuracy\n10,,,,,\n20,0.1235,1.0,3.0,0.5,\n"
+    )
+    run = curves.read_run(tmp_path / "out" / f"{env_id}__ppo__s1.csv")
+    assert run["comments"]["command"] == checkpoint["command"] and len(checkpoint["history"]) == 2
+    for name in curves.COLUMNS:
+        written = [row.get(name, np.nan) for row in checkpoint["history"]]
+        np.testing.assert_allclose(run[name], written, atol=5e-5, rtol=0)
+
+
+def test_thinning():
+    history = [{"step": 10 * t, "return": float(t)} for t in range(1, 6)]
+    history[1]["rnet_accuracy"], history[2] = 0.5, {"step": 30}
+    assert curves.thin(history, most=2) == [
+        {"step": 30, "return": 1.5, "rnet_accuracy": 0.5},  # of rows 1, 2, 3
+        {"step": 50, "return": 4.5},
+    ]
+    assert curves.thin(history, most=5) == history
+    assert len(curves.thin([{"step": t} for t in range(1001)])) == 334  # 3 rows each
+
+
+def test_labels():
+    for settings, label in (
+        ({"cost_scale": 0.0, "rnet": "learned"}, "ppo"), ({"cost_scale": 0.02, "rnet": "learned"}, "sprl"),
+        ({"cost_scale": 0.02, "rnet": "oracle"}, "gt-sprl"), ({"cost_scale": 0.0, "rnet": "oracle"}, "ppo"),
+    ):  # fmt: skip
+        assert curves.method_label(SCRIPT, settings) == label
+    assert curves.method_label("ppo_eco.py", {}) == "eco"
+
+
+def test_statistics_by_hand():
+    mean, error = curves.mean_and_error([1, 2, 3, 6])
+    assert mean == 3 and error == pytest.approx(1.0801234)  # sqrt((4 + 1 + 0 + 9) / 3) / sqrt(4)
+    assert np.isnan(curves.mean_and_error([4.0])[1])
+    steps, values = np.array([10.0, 20.0, 40.0]), np.array([0.0, 1.0, 1.0])
+    assert curves.mean_between(steps, values, 0, 40) == 0.625  # (10 * 0 + 10 * 0.5 + 20 * 1) / 40
+    assert curves.mean_between(steps, values, 15, 20) == 0.75
+    assert curves.mean_between(steps, values, 36, 50) == 1
+    assert curves.running_mean(np.array([0.0, 3.0, 6.0, 9.0]), 3).tolist() == [1.5, 3, 6, 7.5]
+    assert curves.running_mean(np.array([0.0, 3.0, 6.0]), 1).tolist() == [0, 3, 6]
+    runs = [
+        {"step": np.array([0.0, 10.0, 40.0]), "return": np.array([0.0, 1.0, 4.0])},
+        {"step": np.array([10.0, 20.0, 30.0]), "return": np.array([5.0, np.nan, 7.0])},
+    ]
+    grid, lines = curves.seed_curves(runs, "return", 1, 3)  # both runs cover 10 to 30
+    assert grid.tolist() == [10, 20, 30] and np.array(lines).tolist() == [[1, 2, 3], [5, 6, 7]]
+
+
+def write_csv(path, rows):
+    """A run whose curve goes through (step, return)."""
+    history = [{"step": step, "return": value, "rnet_accuracy": 0.75} for step, value in rows]
+    curves.write_run(path, history, {"command": "python x.py", "commit": path.stem[-2:], "elapsed_s": 1})
+
+
+def test_tables_and_figure(tmp_path, capsys):
+    """Final return of seed 1: the line from 0.8 at step 90 to 1.0 at 100, so 0.9; of seed 2 0.3, its rows after 100 cut
+    off. Area of seed 1: (0.8 * 90 / 2 + 0.9 * 10) / 100 = 0.45; of seed 2 0.3."""
+    write_csv(tmp_path / "Maze-11-v0__sprl__s1.csv", [(0, 0.0), (90, 0.8), (100, 1.0)])
+    write_csv(tmp_path / "Maze-11-v0__sprl__s2.csv", [(50, 0.3), (100, 0.3), (120, 9.0)])
+    write_csv(tmp_path / "Maze-11-v0__ablation__s1.csv", [(50, 0.25), (2000, 0.25)])
+    write_csv(tmp_path / "Maze-7-v0__ppo__s1.csv", [(50, 25.0), (100, 25.0)])
+    curves.main(curves.Figure(str(tmp_path), rnet_accuracy=True))
+    output = capsys.readouterr()
+    assert output.err == "Maze-11-v0 sprl: runs of 100 to 120 steps, cut to 100\n"
+    assert output.out == (tmp_path / "table.md").read_text(encoding="utf-8")
+    lines = [line for line in output.out.splitlines() if line.startswith(("| ", "###"))]
+    header = "| method | final return | area | seeds | steps | commit |"
+    assert lines == [
+        "### Maze-7-v0", header, "| ppo | 25.0 | 25.0 | 1 | 100 | s1 |",
+        "### Maze-11-v0", header, "| sprl | 0.600 ± 0.300 | 0.375 ± 0.075 | 2 | 100 | s1, s2 |",
+        "| ablation | 0.250 | 0.250 | 1 | 2,000 | s1 |",
+    ]  # fmt: skip
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert rows[1] == {
+        "env": "Maze-11-v0", "method": "sprl", "seeds": "2", "steps": "100", "final_return": "0.6",
+        "final_return_se": "0.3", "auc": "0.375", "auc_se": "0.075", "commit": "s1, s2",
+    }  # fmt: skip
+    assert rows[2]["final_return_se"] == rows[2]["auc_se"] == ""
+    with Image.open(tmp_path / "curves.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(image.width * image.height)}
+    assert {(0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)} <= colours  # SPRL's and PPO's, always
+
+
+def test_bad_curves_are_refused(trained, tmp_path, capsys):
+    assert str(tmp_path) in refused(curves.main, curves.Figure(str(tmp_path)), capsys)
+    assert "--smooth 0" in refused(curves.main, curves.Figure(str(tmp_path), smooth=0), capsys)
+    assert "--label a/b" in refused(curves.main, curves.Export((str(trained),), str(tmp_path), "a/b"), capsys)
+    refused(curves.main, curves.Export((), str(tmp_path)), capsys)
+    refused(curves.main, curves.Export((str(trained),), str(trained)), capsys)  # a file where the folder should be
+    header = ",".join(curves.COLUMNS) + "\n"
+    for text in ("", "hello\n", header, header + "1,x,,,,\n", header + "1,\n", header + "1,,,,,\n",
+                 header + "2,1,,,,\n1,1,,,,\n"):  # fmt: skip
+        (tmp_path / "Maze__ppo__s1.csv").write_text(text)
+        assert "Maze__ppo__s1.csv" in refused(curves.main, curves.Figure(str(tmp_path)), capsys)
+
+
+def test_two_runs_do_not_become_one_file(trained, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        curves.main(curves.Export((str(trained), str(trained)), str(tmp_path)))
+    assert stop.value.code == 2 and "--label" in capsys.readouterr().err
