@@ -16,6 +16,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "ppo_sprl_minigrid.py"
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import curves  # noqa: E402
@@ -29,7 +30,7 @@ def trained(tmp_path_factory):
     flags = "--env-id MiniGrid-Empty-Random-5x5-v0 --cost-scale 0 --total-timesteps 1024 --num-envs 4 --num-steps 128"
     flags += " --max-episode-steps 80 --stack-observations 2 --run-name tiny"
     command = [sys.executable, str(ROOT / SCRIPT), *flags.split()]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=ONE_THREAD)
     return folder / "runs" / "tiny" / "agent.pt"
 
 
@@ -96,7 +97,7 @@ def test_command_agrees_with_a_single_world(checkpoint, tmp_path):
     assert len(set(steps.tolist())) > 2, "too dull for a test"
     command = [sys.executable, str(ROOT / "analysis" / "evaluate.py"), save(tmp_path, checkpoint), "--episodes", "20"]
     command += ["--seed", "3", "--video", "play.gif"]
-    ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, encoding="utf-8")
+    ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, encoding="utf-8", env=ONE_THREAD)
     error = np.sqrt(((returns - returns.mean()) ** 2).sum() / 19 / 20)
     assert ran.stdout.splitlines()[0] == (
         f"return {returns.mean():.3f} ± {error:.3f}, success {(returns > 0).mean():.2f}, steps {steps.mean():.1f} "
