@@ -1,0 +1,323 @@
+"""Steps per second of every method, where the time goes, and what the machine could do: ratios inside one run.
+
+    python tests/bench_speed.py                        # all methods on FourRooms-7x7, about ten minutes on two cores
+    python tests/bench_speed.py --repetitions 1 --json speed.json
+    python tests/bench_speed.py --scaling results/speed   # steps/s against k, N, environments, grid: figure and CSV
+
+Every measurement is a process of its own that runs a script as it stands, with a clock at each section marker of its
+main block. Repetitions are interleaved (A B C, A B C, ...); medians are printed with the smallest and largest value.
+"""
+
+import contextlib
+import csv
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+READY = "--rnet-start 3072 --rnet-ready-accuracy 0"  # in the schedule's densest phase from the start
+METHODS = {
+    "ppo": "ppo_sprl_minigrid.py --cost-scale 0",
+    "sprl": f"ppo_sprl_minigrid.py {READY}",
+    "gt-sprl": "ppo_sprl_minigrid.py --rnet oracle",
+    "eco": f"ppo_eco.py {READY}",
+    "icm": "ppo_icm.py",
+    "gt-grid": "ppo_gtgrid.py",
+    "cleanrl": "cleanrl",
+}
+PARTS = ("environment", "policy forward", "intrinsic reward", "advantage", "policy update", "rnet update", "rest")
+SECTIONS = {"INTRINSIC REWARD": PARTS[2], "ADVANTAGE": PARTS[3], "UPDATE POLICY": PARTS[4], "UPDATE RNET": PARTS[5]}
+
+
+@dataclass
+class Args:
+    methods: tuple[str, ...] = tuple(METHODS)
+    """which of ppo, sprl, gt-sprl, eco, icm, gt-grid and cleanrl (the reference arrangement) to measure"""
+    env_id: str = "MiniGrid-FourRooms-7x7-v0"
+    """the world"""
+    iterations: int = 8
+    """iterations that are measured, after two that are not"""
+    repetitions: int = 3
+    """how often every method is measured"""
+    threads: int = 2
+    """torch's threads"""
+    json: str | None = None
+    """also write the numbers to this file"""
+    scaling: str | None = None
+    """instead, measure PPO and SPRL against k, N, environments and grid size, into this folder"""
+    child: str | None = None
+    """(internal) measure one command line and print JSON"""
+
+
+# ONE MEASUREMENT #####################################################################################################
+def run_script(command, iterations):
+    """Runs a script's main block with a clock at each section; returns seconds per part, steps/s and the namespace."""
+    script, *argv = command.split()
+    source = (ROOT / script).read_text()
+    source = re.sub(r"^( +)# ([A-Z ]+) #{9,}\n", r"\g<0>\g<1>tick('\2', globals())\n", source, flags=re.M)
+    seconds, state = defaultdict(float), {"part": None, "since": 0.0, "iteration": 0, "start": 0.0}
+
+    def timed(function, part):
+        def wrapper(*args, **kwargs):
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            if state["part"] == "rest":  # the rollout and what is around it
+                took = time.perf_counter() - begin
+                seconds[part] += took
+                seconds["rest"] -= took
+            return result
+
+        return wrapper
+
+    def tick(section, namespace):
+        now = time.perf_counter()
+        seconds[state["part"]] += now - state["since"]
+        if section == "ROLLOUT":
+            state["iteration"] += 1
+            if state["iteration"] == 1:
+                namespace["envs"].step = timed(namespace["envs"].step, "environment")
+                namespace["agent"].get_action_and_value = timed(
+                    namespace["agent"].get_action_and_value, "policy forward"
+                )
+            if state["iteration"] == 3:  # two iterations of burn-in
+                seconds.clear()
+                state["start"] = now
+            if state["iteration"] == 3 + iterations:
+                state["end"] = now
+        state["part"], state["since"] = SECTIONS.get(section, "rest"), time.perf_counter()
+
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = [script, *argv, "--run-name", "bench"]
+        module = types.ModuleType("__main__")
+        module.__dict__.update(__file__=str(ROOT / script), tick=tick)
+        sys.modules["__main__"] = module
+        os.chdir(folder)
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(compile(source, str(ROOT / script), "exec"), module.__dict__)
+        os.chdir(ROOT)
+    namespace = module.__dict__
+    steps = iterations * namespace["batch_size"]
+    return {part: seconds[part] for part in PARTS}, steps / (state["end"] - state["start"]), namespace
+
+
+def run_cleanrl(env_id, iterations):
+    """CleanRL's ppo.py arrangement at equal settings: float32 storage, SyncVectorEnv over FullyObsWrapper, and separate
+    forward passes for the action and for the value."""
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    from minigrid.wrappers import FullyObsWrapper
+
+    sys.path.insert(0, str(ROOT))
+    import ppo_sprl_minigrid as script
+
+    args = script.Args(env_id=env_id)
+    factory, kwargs = script.WORLDS[env_id].func, script.WORLDS[env_id].keywords
+    worlds = [lambda: FullyObsWrapper(factory(**kwargs, max_steps=100)) for _ in range(args.num_envs)]
+    envs = gym.vector.SyncVectorEnv(worlds)
+    shape = (args.num_steps, args.num_envs)
+    space = types.SimpleNamespace(
+        single_observation_space=envs.single_observation_space["image"], single_action_space=envs.single_action_space
+    )
+    agent = script.Agent(space, args)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    obs = torch.zeros((*shape, *space.single_observation_space.shape))
+    actions, logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(5))
+    next_obs = torch.Tensor(envs.reset(seed=1)[0]["image"])
+    next_done = torch.zeros(args.num_envs)
+
+    def network(batch):  # stored as floats, fed as the cell codes that the network expects
+        return agent.network(batch.to(torch.uint8).unsqueeze(1))
+
+    for iteration in range(2 + iterations):
+        if iteration == 2:
+            start = time.perf_counter()
+        for step in range(args.num_steps):
+            obs[step], dones[step] = next_obs, next_done
+            with torch.no_grad():
+                probs = torch.distributions.Categorical(logits=agent.actor(network(next_obs)))
+                action = probs.sample()
+                values[step] = agent.critic(network(next_obs)).flatten()
+            actions[step], logprobs[step] = action, probs.log_prob(action)
+            observed, reward, terminations, truncations, _ = envs.step(action.numpy())
+            rewards[step] = torch.tensor(reward).view(-1)
+            next_obs = torch.Tensor(observed["image"])
+            next_done = torch.Tensor(np.logical_or(terminations, truncations))
+        with torch.no_grad():
+            next_value = agent.critic(network(next_obs)).flatten()
+            advantages, last = torch.zeros_like(rewards), 0
+            for t in reversed(range(args.num_steps)):
+                nonterminal = 1.0 - (next_done if t == args.num_steps - 1 else dones[t + 1])
+                following = next_value if t == args.num_steps - 1 else values[t + 1]
+                delta = rewards[t] + args.gamma * following * nonterminal - values[t]
+                advantages[t] = last = delta + args.gamma * args.gae_lambda * nonterminal * last
+            returns = advantages + values
+        b_obs, b_inds = obs.flatten(0, 1), np.arange(args.num_envs * args.num_steps)
+        flat = [part.flatten() for part in (actions, logprobs, advantages, returns, values)]
+        for _ in range(args.update_epochs):
+            np.random.shuffle(b_inds)
+            for mb_inds in np.array_split(b_inds, args.num_minibatches):
+                mb_actions, mb_logprobs, mb_advantages, mb_returns, mb_values = (part[mb_inds] for part in flat)
+                hidden = network(b_obs[mb_inds])
+                probs = torch.distributions.Categorical(logits=agent.actor(hidden))
+                ratio = (probs.log_prob(mb_actions) - mb_logprobs).exp()
+                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                pg_loss = torch.max(-mb_advantages * ratio, -mb_advantages * clipped).mean()
+                newvalue = agent.critic(hidden).view(-1)
+                v_clipped = mb_values + (newvalue - mb_values).clamp(-args.clip_coef, args.clip_coef)
+                v_loss = 0.5 * torch.max((newvalue - mb_returns) ** 2, (v_clipped - mb_returns) ** 2).mean()
+                loss = pg_loss - args.ent_coef * probs.entropy().mean() + args.vf_coef * v_loss
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+    return iterations * args.num_envs * args.num_steps / (time.perf_counter() - start)
+
+
+def machine_gflops():
+    """This machine's float32 matrix product, in the shape of the policy's fully connected layer."""
+    import torch
+
+    a, b = torch.randn(768, 784), torch.randn(784, 512)
+    times = []
+    for _ in range(40):
+        begin = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - begin)
+    return 2 * 768 * 784 * 512 / statistics.median(times) / 1e9
+
+
+def update_gflop(namespace):
+    """GFLOP of one policy update, forward and backward, counted by torch."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    agent, args, obs = namespace["agent"], namespace["args"], namespace["obs"]
+    rows = namespace["batch_size"] // args.num_minibatches
+    batch = obs[-1:, :1].expand(rows, -1, *obs.shape[2:]).expand(-1, 1 + args.stack_observations, -1, -1, -1)
+    with FlopCounterMode(display=False) as counter:
+        _, _, entropy, value = agent.get_action_and_value(batch)
+        (entropy.mean() + value.mean()).backward()
+    return counter.get_total_flops() * args.num_minibatches * args.update_epochs / 1e9
+
+
+def child(args):
+    import torch
+
+    torch.set_num_threads(args.threads)
+    if args.child == "cleanrl":
+        result = {"sps": run_cleanrl(args.env_id, args.iterations), "parts": {}}
+    else:
+        # two more iterations than are measured come before them, one ends the last
+        command = f"{args.child} --env-id {args.env_id}"
+        namespace_args = re.search(r"--num-envs (\d+)", command), re.search(r"--num-steps (\d+)", command)
+        envs, length = (int(match[1]) if match else default for match, default in zip(namespace_args, (12, 256)))
+        steps = (args.iterations + 3) * envs * length
+        parts, sps, namespace = run_script(f"{command} --total-timesteps {steps}", args.iterations)
+        gflops = update_gflop(namespace) * args.iterations / parts["policy update"]
+        result = {"sps": sps, "parts": parts, "gflops": gflops}
+    result["machine_gflops"] = machine_gflops()
+    result["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps(result))
+
+
+# ALL MEASUREMENTS ####################################################################################################
+def measure(command, args):
+    line = [sys.executable, __file__, "--child", command, "--env-id", args.env_id]
+    line += ["--iterations", str(args.iterations), "--threads", str(args.threads)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(args):
+    results = defaultdict(list)
+    for repetition in range(args.repetitions):
+        for method in args.methods:
+            results[method].append(measure(METHODS[method], args))
+            print(f"repetition {repetition + 1}, {method}: {results[method][-1]['sps']:.0f} steps/s", file=sys.stderr)
+    median = {method: statistics.median(run["sps"] for run in runs) for method, runs in results.items()}
+    base = median.get("ppo", next(iter(median.values())))
+    print(f"{args.env_id}, {args.threads} threads, medians of {args.repetitions} interleaved repetitions\n")
+    print("| method | steps/s (min to max) | of PPO | " + " | ".join(PARTS) + " | peak MB | update GFLOP/s (matmul) |")
+    print("|---" * (len(PARTS) + 5) + "|")
+    for method, runs in results.items():
+        sps = [run["sps"] for run in runs]
+        row = f"| {method} | {median[method]:.0f} ({min(sps):.0f} to {max(sps):.0f}) | {median[method] / base:.2f} | "
+        shares = [statistics.median(run["parts"].get(part, 0) for run in runs) for part in PARTS]
+        total = sum(shares)
+        row += " | ".join(f"{100 * share / total:.0f} %" if total else "" for share in shares)
+        peak = max(run["peak_mb"] for run in runs)
+        matmul = statistics.median(run["machine_gflops"] for run in runs)
+        gflops = statistics.median(run["gflops"] for run in runs) if "gflops" in runs[0] else None
+        print(row + f" | {peak:.0f} | " + (f"{gflops:.0f} ({matmul:.0f})" if gflops else f"({matmul:.0f})") + " |")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+def scaling(args):
+    """steps/s of SPRL against what its cost depends on, beside PPO's at the same setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sweeps = {
+        "k": [f"--k {k}" for k in (2, 5, 10, 20)],
+        "N": [f"--num-tolerance-samples {n}" for n in (1, 20, 60, 120, 200)],
+        "environments": [f"--num-envs {n} --num-steps {max(16, 3072 // n)}" for n in (1, 4, 12, 64, 256)],
+        "ring size": [f"--ring-size {n}" for n in (15_000, 60_000, 240_000)],
+        "grid side": ["7x7", "11x11"],
+    }
+    folder = Path(args.scaling)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name, settings in sweeps.items():
+        for setting in settings:
+            grid = name == "grid side"
+            world = Args(**{**vars(args), "env_id": f"MiniGrid-FourRooms-{setting}-v0"}) if grid else args
+            flags = "" if grid else setting
+            plain = flags if name == "environments" else ""
+            ppo, sprl = [], []
+            for _ in range(args.repetitions):
+                ppo.append(measure(f"{METHODS['ppo']} {plain}".strip(), world)["sps"])
+                sprl.append(measure(f"{METHODS['sprl']} {flags}".strip(), world)["sps"])
+            value = int(re.search(r"\d+", setting)[0])
+            rows.append((name, value, statistics.median(ppo), statistics.median(sprl)))
+            print(f"{name} {value}: PPO {rows[-1][2]:.0f}, SPRL {rows[-1][3]:.0f} steps/s", file=sys.stderr)
+    with open(folder / "scaling.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("against", "value", "ppo_steps_per_s", "sprl_steps_per_s"))
+        writer.writerows((name, value, round(ppo), round(sprl)) for name, value, ppo, sprl in rows)
+    figure, axes = plt.subplots(1, len(sweeps), figsize=(3.2 * len(sweeps), 3), layout="constrained", sharey=False)
+    for axis, name in zip(axes, sweeps):
+        _, values, ppo, sprl = zip(*(row for row in rows if row[0] == name))
+        axis.plot(values, ppo, "o-", color="#0072B2", label="PPO")
+        axis.plot(values, sprl, "o-", color="#D55E00", label="SPRL")
+        axis.set(xlabel=name, ylim=(0, None), xscale="log" if name in ("environments", "ring size") else "linear")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("steps/s")
+    axes[0].legend()
+    figure.savefig(folder / "scaling.png", dpi=110)
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args)
+    unknown = set(args.methods) - set(METHODS)
+    if unknown:
+        print(f"bench_speed.py: error: --methods {sorted(unknown)}, accepted: {', '.join(METHODS)}", file=sys.stderr)
+        sys.exit(2)
+    child(args) if args.child else scaling(args) if args.scaling else compare(args)

@@ -1,0 +1,192 @@
+"""Whole runs: repeatable, resumable, unbreakable by signals, full disks and bad input, and able to learn."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import CANONICAL, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, parameters, steps
+
+CHECKPOINT = "runs/small/agent.pt"
+# Ctrl-C during the first step of the fourth rollout
+INTERRUPT = """
+if iteration == 4:
+    step_worlds = envs.step
+    envs.step = lambda actions: (signal.raise_signal(signal.SIGINT), step_worlds(actions))[1]
+"""
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# REPEATING AND RESUMING ##############################################################################################
+def test_seed_decides_everything(run):
+    first, again, other = (run(f"{SPRL} --seed {seed} --run-name {i}{steps(4)}") for i, seed in enumerate((1, 1, 2)))
+    assert first["history"] == again["history"] and first["history"] != other["history"]
+    assert_same_parameters(parameters(first), parameters(again))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        PPO,
+        SPRL + " --save-ring",
+        ORACLE + " --save-ring",
+        PPO + " --save-ring --stack-observations 2",
+        PPO + " --env-id MiniGrid-Dynamic-Obstacles-6x6-v0",
+    ],
+    ids=["ppo", "sprl", "oracle", "stacked", "moving"],
+)
+def test_resumed_run_equals_uninterrupted_one(run, flags):
+    whole = run(f"{flags} --run-name whole{steps(6)}")
+    stopped = run(flags + steps(6), probes={"ROLLOUT": INTERRUPT})
+    assert [row["step"] for row in stopped["history"]] == [row["step"] for row in whole["history"][:3]]
+    resumed = run(f"--resume {CHECKPOINT}")
+    assert resumed["history"] == whole["history"] and len(whole["history"]) == 6
+    assert_same_parameters(parameters(resumed), parameters(whole))
+    saved, expected = (torch.load(f"runs/{name}/agent.pt", weights_only=True) for name in ("small", "whole"))
+    assert saved["worlds"] == expected["worlds"] and torch.equal(saved["torch_rng"], expected["torch_rng"])
+
+
+def test_resumed_without_ring_goes_on(run):
+    """Ring and window start empty, the networks do not."""
+    before = run(SPRL + steps(4))
+    after = run(f"--resume {CHECKPOINT}{steps(8)}")
+    assert after["global_step"] == 2 * before["global_step"] and len(after["history"]) == 8
+    assert after["history"][:4] == before["history"]
+    unchanged = run(f"--resume {CHECKPOINT}{steps(8)}")  # nothing is left to do
+    assert_same_parameters(parameters(unchanged), parameters(after))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_run_well(run, tmp_path, number):
+    """Exit code 0 and a checkpoint from which the run goes on."""
+    command = [sys.executable, str(ROOT / CANONICAL), *f"{SPRL} --checkpoint-interval 1{steps(10**6)}".split()]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        deadline = time.time() + 90
+        while not (tmp_path / CHECKPOINT).exists() and time.time() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and f"stopped by {number.name}" in output
+    iterations = torch.load(CHECKPOINT, weights_only=True)["iteration"]
+    result = run(f"--resume {CHECKPOINT}{steps(iterations + 1)}")
+    assert len(result["history"]) == iterations + 1
+
+
+def test_failed_write_keeps_the_older_checkpoint(script, tmp_path, monkeypatch, capsys):
+    """The disk fills up in the middle of a write."""
+    path, network = tmp_path / "agent.pt", torch.nn.Linear(2, 2)
+    script.save_checkpoint({"script": "me", "iteration": 1}, {"agent": network}, str(path))
+    before = path.read_bytes()
+
+    def write_half(_, target):
+        with open(target, "wb") as file:
+            file.write(before[: len(before) // 2])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", write_half)
+    script.save_checkpoint({"script": "me", "iteration": 2}, {"agent": network}, str(path))
+    assert path.read_bytes() == before and script.load_checkpoint(str(path), "me")["iteration"] == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+# BAD INPUT ###########################################################################################################
+def assert_refused(run, capsys, tmp_path, flags, *said):
+    """One line on stderr, exit code 2, no file written or changed."""
+    before = files(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        run(flags)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.count("\n") == 1 and all(word in error for word in said), error
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--env-id MiniGrid-FourRoms-7x7-v0",
+        "--k 0",
+        "--tolerance -1",
+        "--num-tolerance-samples 0",
+        "--ring-size 100",
+        "--num-minibatches 7",
+        "--gamma 2",
+        "--gamma nan",
+        "--num-envs 0",
+        "--cost-percentile 101",
+        "--rnet-intervals 0 1 1",
+        "--label-smoothing -0.1",
+        "--learning-rate inf",
+    ],
+)
+def test_bad_settings_are_refused(run, capsys, tmp_path, flags):
+    assert_refused(run, capsys, tmp_path, flags, *flags.split()[:1])
+
+
+def test_bad_checkpoints_are_refused(run, capsys, tmp_path):
+    run(PPO + steps(1))
+    good = torch.load(CHECKPOINT, weights_only=True)
+    whole = (tmp_path / CHECKPOINT).read_bytes()
+    torch.save(good | {"script": "ppo_eco.py"}, "foreign.pt")
+    torch.save([1, 2], "list.pt")
+    (tmp_path / "truncated.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_text("hello")
+    for flags, *said in (
+        ("--resume foreign.pt", "ppo_eco.py", CANONICAL),
+        (f"--resume {CHECKPOINT} --env-id MiniGrid-FourRooms-11x11-v0", "MiniGrid-FourRooms-7x7-v0"),
+        (f"--resume {CHECKPOINT} --num-envs 3 --num-minibatches 1", CHECKPOINT),
+        (f"--resume {CHECKPOINT} --num-envs 8", CHECKPOINT),
+        (f"--resume {CHECKPOINT} --encoding raw", CHECKPOINT),
+        ("--resume truncated.pt", "truncated.pt"),
+        ("--resume empty.pt", "empty.pt"),
+        ("--resume text.pt", "text.pt"),
+        ("--resume list.pt", "list.pt"),
+        ("--resume missing.pt", "missing.pt"),
+        (PPO, "--run-name small"),
+    ):
+        assert_refused(run, capsys, tmp_path, flags, *said)
+
+
+def test_bad_input_ends_the_program(tmp_path):
+    """The same, as the shell sees it."""
+    command = [sys.executable, str(ROOT / CANONICAL), "--env-id", "MiniGrid-NineRoom-v0"]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": ""}
+    )
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "MiniGrid-NineRooms-v0" in result.stderr
+    assert files(tmp_path) == {}
+
+
+# LEARNING ############################################################################################################
+LEARN = "--num-envs 8 --num-steps 64 --clip-coef 0.3 --no-anneal-clip --gamma 0.9 --run-name learn"
+
+
+def test_ppo_finds_the_goal(run):
+    """From chance (0.05) to most of what can be had (0.9)."""
+    result = run(
+        f"{LEARN} --env-id MiniGrid-Empty-Random-5x5-v0 --cost-scale 0 --max-episode-steps 30 --total-timesteps 7168"
+    )
+    returns = [row["return"] for row in result["history"]]
+    assert np.mean(returns[:2]) < 0.2 and np.mean(returns[-3:]) > 0.6
+
+
+def test_cost_teaches_to_move_on(run):
+    """No goal lies within the 10 steps of an episode: under the cost alone, more and more steps lead somewhere new."""
+    result = run(
+        f"{LEARN} --env-id MiniGrid-Empty-8x8-v0 --max-episode-steps 10 --rnet oracle --cost-scale 1 "
+        "--num-tolerance-samples 1 --total-timesteps 5120"
+    )
+    assert all(row.get("return", 0) == 0 for row in result["history"])
+    rates = [row["cost_rate"] for row in result["history"]]
+    assert rates[0] > 0.5 and np.mean(rates[-2:]) < 0.3

@@ -1,0 +1,93 @@
+"""Same name, same code: what two scripts share is identical in both, so that their diff shows the algorithm alone."""
+
+import ast
+import difflib
+from itertools import combinations
+
+import pytest
+from conftest import CANONICAL, ROOT, SCRIPTS, sections
+
+SHARED = ("ROLLOUT", "ADVANTAGE", "UPDATE POLICY", "LOG", "CHECKPOINT")
+SOURCES = {name: (ROOT / name).read_text() for name in SCRIPTS}
+
+
+def definitions(source):
+    """{name: source} of the top-level functions and classes, decorators included; Args has rules of its own."""
+    found, lines = {}, source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "Args":
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def args_fields(source):
+    """{field: 'type, docstring'} of Args; the docstring is the string below the field."""
+    (args,) = [node for node in ast.parse(source).body if getattr(node, "name", None) == "Args"]
+    fields = {}
+    for node, below in zip(args.body, [*args.body[1:], None]):
+        if isinstance(node, ast.AnnAssign):
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            fields[node.target.id] = f"{ast.unparse(node.annotation)}\n{text or ''}"
+    return fields
+
+
+def shared_sections(source):
+    return {marker: text for marker, text in sections(source).items() if marker in SHARED}
+
+
+def disagreements(sources):
+    """Unified diffs of everything of one name that differs between two scripts."""
+    diffs = []
+    for (name_a, a), (name_b, b) in combinations(sources.items(), 2):
+        for parts in (definitions, args_fields, shared_sections):
+            of_a, of_b = parts(a), parts(b)
+            for part in of_a.keys() & of_b.keys():
+                lines = of_a[part].splitlines(), of_b[part].splitlines()
+                diffs.append(
+                    "\n".join(difflib.unified_diff(*lines, f"{name_a}: {part}", f"{name_b}: {part}", lineterm=""))
+                )
+        order_a, order_b = list(sections(a)), list(sections(b))
+        if [m for m in order_a if m in order_b] != [m for m in order_b if m in order_a]:
+            diffs.append(f"{name_a} and {name_b}: sections in another order, {order_a} and {order_b}")
+    return [diff for diff in diffs if diff]
+
+
+def test_same_name_same_code():
+    assert CANONICAL in SOURCES
+    diffs = disagreements(SOURCES)
+    assert not diffs, "\n\n".join(diffs)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("lastgaelam = torch.zeros_like", "lastgaelam = torch.ones_like"),
+        ("@dataclass\nclass Args:\n    exp_name: str", "@dataclass\nclass Args:\n    exp_name: bytes"),
+        ('"""discount factor, in [0, 1]"""', '"""discount"""'),
+        ("optimizer.step()\n", "optimizer.step() # now\n"),
+        ("# UPDATE POLICY ####", "# GREAT POLICY ####"),
+        ("# ADVANTAGE ####", "# LATER ####"),
+    ],
+)
+def test_a_drifted_sibling_is_found(old, new):
+    """The check above finds a changed function, field, docstring, section and order in an otherwise equal copy."""
+    source = SOURCES[CANONICAL]
+    assert disagreements({"a.py": source, "b.py": source}) == []
+    assert old in source and disagreements({"a.py": source, "b.py": source.replace(old, new)})
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_is_documented(name):
+    """A docstring with two commands, all shared sections, and a docstring under every field of Args."""
+    docstring = ast.get_docstring(ast.parse(SOURCES[name]))
+    assert docstring and docstring.count(f"python {name}") >= 2
+    assert list(shared_sections(SOURCES[name])) == list(SHARED)
+    assert [field for field, text in args_fields(SOURCES[name]).items() if not text.split("\n")[1]] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_runs_help(name, run, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run("--help", name)
+    assert exit_.value.code == 0 and "--learning-rate" in capsys.readouterr().out
