@@ -665,6 +665,9 @@ if __name__ == "__main__":
     num_iterations = max(1, args.total_timesteps // batch_size)
     method = "eco" if args.bonus_scale else "ppo"
 
+    stop_signals = []  # SIGINT and SIGTERM: save what is learned, then end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: stop_signals.append(received))
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -730,6 +733,7 @@ if __name__ == "__main__":
         recent.extend(checkpoint["recent"])
         np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
         torch.set_rng_state(checkpoint["torch_rng"])
+        torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
     if observe:
         states[past] = observe()
 
@@ -766,9 +770,6 @@ if __name__ == "__main__":
     if checkpoint:
         print(f"resumed at step {global_step:,}" + ("" if "ring" in checkpoint else "; the ring starts empty"))
 
-    stop_signals = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: stop_signals.append(received))
     progress, next_checkpoint = None, global_step + (args.checkpoint_interval or args.total_timesteps)
     start_time, start_step = time.time(), global_step
     bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", smoothing=0.05, mininterval=1.0)
@@ -947,8 +948,8 @@ if __name__ == "__main__":
             "global_step": global_step, "elapsed": elapsed + time.time() - start_time, "history": history,
             "recent": list(recent), "worlds": envs.state_dict(), "next_obs": obs[past].clone(),
             "next_done": next_done.tolist(), "episode_returns": episode_returns.tolist(),
-            "episode_lengths": episode_lengths.tolist(), "torch_rng": torch.get_rng_state(),
-            "numpy_rng": [torch.from_numpy(numpy_rng[0]), *numpy_rng[1:]],
+            "episode_lengths": episode_lengths.tolist(), "numpy_rng": [torch.from_numpy(numpy_rng[0]), *numpy_rng[1:]],
+            "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all(),
         }  # fmt: skip
         if args.save_ring:
             progress |= {"past_obs": obs[: past + 1].clone(), "past_ages": torch.from_numpy(ages[: past + 1].copy())}
