@@ -1,0 +1,202 @@
+"""analysis/trajectory_space.py against every action sequence played out, matrix powers and numbers found by hand."""
+
+import csv
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import trajectory_space  # noqa: E402
+from trajectory_space import LAYOUTS, count, read_layout, shortest_distances  # noqa: E402
+
+RING = ("S..", ".G.", "...")  # the way from (1, 0) to (1, 2) leads around the goal: 4 steps, not 2
+NEAR = ("#######", "#..#..#", "#.S...#", "##.#.##", "#..G..#", "#..#..#", "#######")  # a goal in a door, 3 steps away
+
+
+def counted(rows, k, tolerance, horizon):
+    start, goal, moves = read_layout(rows)
+    return count(start, goal, moves, shortest_distances(moves, goal), k, tolerance, horizon)
+
+
+# SLOW READINGS OF THE SAME RULES #####################################################################################
+def find(rows, mark):
+    return next((x, y) for y, row in enumerate(rows) for x in range(len(row)) if row[x] == mark)
+
+
+def play(rows, horizon):
+    """The squares, up to the goal, of every action sequence in turn, on the map with a wall around it."""
+    walled = ["#" * (len(rows[0]) + 2), *(f"#{row}#" for row in rows), "#" * (len(rows[0]) + 2)]
+    start, goal = find(rows, "S"), find(rows, "G")
+    for actions in itertools.product("udlr", repeat=horizon):
+        states = [start]
+        for action in actions:
+            x, y = states[-1]
+            to_x, to_y = {"u": (x, y - 1), "d": (x, y + 1), "l": (x - 1, y), "r": (x + 1, y)}[action]
+            states.append((x, y) if walled[to_y + 1][to_x + 1] == "#" else (to_x, to_y))
+            if states[-1] == goal:
+                break
+        yield tuple(states)
+
+
+def relaxed_distances(rows):
+    """D_nr by relaxing until nothing changes; no path goes on from the goal."""
+    squares = [(x, y) for y, row in enumerate(rows) for x in range(len(row)) if row[x] != "#"]
+    goal = find(rows, "G")
+    distance = {(a, b): 0 if a == b else 1 if abs(a[0] - b[0]) + abs(a[1] - b[1]) == 1 else 99
+                for a in squares for b in squares}  # fmt: skip
+    for middle in squares:
+        for a, b in itertools.product(squares, squares):
+            if middle != goal:
+                distance[a, b] = min(distance[a, b], distance[a, middle] + distance[middle, b])
+    return distance
+
+
+def satisfies(states, rewards, distance, k, tolerance):
+    """Eq. 18 letter by letter: c_t is 0 at every t."""
+    for t in range(len(states)):
+        if t >= k + tolerance:
+            old = t - k - tolerance
+            if distance[states[old], states[t]] < k and all(rewards[j] == 0 for j in range(old, t)):
+                return False
+    return True
+
+
+# TESTS ###############################################################################################################
+@pytest.mark.parametrize("rows, horizon", [(RING, 7), (NEAR, 6), (LAYOUTS["walled"], 6), (LAYOUTS["open"], 6)])
+def test_equals_every_sequence_played_out(rows, horizon):
+    played = Counter(play(rows, horizon))
+    assert played.total() == 4**horizon
+    distance, goal = relaxed_distances(rows), find(rows, "G")
+    rewards = {states: [int(state == goal) for state in states] for states in played}  # r_t: on arriving at s_t
+    for k, tolerance in itertools.product(range(1, 5), range(5)):  # comparisons 1 to 8 steps back
+        left = [states for states in played if satisfies(states, rewards[states], distance, k, tolerance)]
+        expected = sum(played[states] for states in left), len(left)
+        assert counted(rows, k, tolerance, horizon) == expected, (k, tolerance)
+
+
+def test_full_horizon_equals_a_walk_over_single_histories():
+    """The published numbers: no merging here, every admissible trajectory of 14 steps is walked on its own."""
+    rows = LAYOUTS["walled"]
+    distance, goal = relaxed_distances(rows), find(rows, "G")
+    squares = {a for a, _ in distance}
+
+    def walk(states, weight, k, gap):
+        if states[-1] == goal or len(states) == 15:
+            return np.array([weight * 4 ** (15 - len(states)), 1])
+        x, y = states[-1]
+        total = np.zeros(2, np.int64)
+        reached = [(x, y - 1), (x, y + 1), (x - 1, y), (x + 1, y)]
+        reached = [square if square in squares else (x, y) for square in reached]
+        for square in set(reached):
+            if len(states) < gap or distance[states[-gap], square] >= k:
+                total += walk((*states, square), weight * reached.count(square), k, gap)
+        return total
+
+    for k, tolerance, expected in [(2, 0, (33_334, 214)), (3, 0, (32_780, 20)), (3, 2, (552_436, 16_100)),
+                                   (5, 3, (674_560, 4_584)), (7, 4, (888_576, 6_600))]:  # fmt: skip
+        assert tuple(walk((find(rows, "S"),), 1, k, k + tolerance)) == expected
+        assert counted(rows, k, tolerance, 14) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_k_1_removes_standing_still_and_a_long_window_nothing(layout):
+    """Both by powers of the adjacency matrix, over the full horizon."""
+    squares = sorted({a for a, _ in relaxed_distances(LAYOUTS[layout])})
+    apart = np.array([[abs(a[0] - b[0]) + abs(a[1] - b[1]) for b in squares] for a in squares])
+    goal, start = (squares.index(find(LAYOUTS[layout], mark)) for mark in "GS")
+
+    def walks(adjacency):
+        """(weighted by 4 per step left, distinct) walks of 14 steps that end at the goal when they reach it."""
+        at, sequences, trajectories = np.eye(len(squares), dtype=np.int64)[[start, start]], 0, 0
+        distinct = (adjacency > 0).astype(np.int64)
+        for t in range(1, 15):
+            at = np.stack([at[0] @ adjacency, at[1] @ distinct])
+            sequences, trajectories = sequences + int(at[0, goal]) * 4 ** (14 - t), trajectories + int(at[1, goal])
+            at[:, goal] = 0
+        return sequences + int(at[0].sum()), trajectories + int(at[1].sum())
+
+    moving = (apart == 1).astype(np.int64)
+    assert counted(LAYOUTS[layout], 1, 0, 14) == walks(moving)
+    everything = walks(moving + np.diag(4 - moving.sum(1)))  # actions into a wall stay
+    assert everything[0] == 4**14
+    assert counted(LAYOUTS[layout], 7, 8, 14) == everything  # 15 steps back: before the first state
+
+
+@pytest.mark.parametrize(
+    "k, tolerance, horizon, expected",
+    [
+        (1, 0, 2, (2, 2)),  # right right, right left
+        (1, 0, 3, (5, 2)),  # right right and a free action; right left right
+        (2, 0, 3, (4, 1)),  # right right and a free action
+        (1, 1, 2, (6, 3)),  # not back at S after two steps: stay (3 ways) right; right stay (2 ways); right right
+        (3, 0, 2, (16, 5)),  # nothing to compare with: SSS, SSm, SmS, Smm, SmG
+    ],
+)
+def test_corridor_by_hand(k, tolerance, horizon, expected):
+    assert counted(("S.G",), k, tolerance, horizon) == expected
+
+
+def test_distances():
+    start, goal, moves = read_layout(RING)
+    distances = shortest_distances(moves, goal)
+    assert (start, goal) == ((0, 0), (1, 1)) and moves[0, 0] == {(0, 0): 2, (1, 0): 1, (0, 1): 1}
+    assert distances[1, 0][1, 2] == 4 and distances[1, 0][1, 1] == 1 and distances[0, 0][2, 2] == 4
+    for rows, steps in ((LAYOUTS["walled"], 8), (LAYOUTS["open"], 12)):
+        start, goal, moves = read_layout(rows)
+        distances = shortest_distances(moves, goal)
+        assert distances[start][goal] == steps
+        assert {(a, b): d for a, found in distances.items() if a != goal for b, d in found.items()} == {
+            pair: d for pair, d in relaxed_distances(rows).items() if pair[0] != goal
+        }
+
+
+def test_a_larger_k_never_adds_without_tolerance():
+    """Every (k+1)-SP trajectory is k-SP, as in the paper's lemma; what remains are the 8 shortest paths to the goal."""
+    counts = [counted(LAYOUTS["walled"], k, 0, 14) for k in range(1, 8)]
+    assert all(large >= small for more, less in itertools.pairwise(counts) for large, small in zip(more, less))
+    assert counts[-1] == (8 * 4**6, 8)
+
+
+def run(folder, *flags):
+    command = [sys.executable, str(ROOT / "analysis" / "trajectory_space.py"), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+
+
+def test_command_line(tmp_path):
+    done = run(tmp_path, "--horizon", "5", "--max-k", "2", "--max-tolerance", "1", "--out", "new/folder")
+    assert done.returncode == 0, done.stderr
+    assert "#S.#..#" in done.stdout and "start (1, 1), goal (5, 5)" in done.stdout
+    with open(tmp_path / "new" / "folder" / "trajectory_space.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["k"]), int(row["tolerance"])) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for row in rows:
+        expected = counted(LAYOUTS["walled"], int(row["k"]), int(row["tolerance"]), 5)
+        assert (int(row["sequences"]), int(row["trajectories"])) == expected
+        assert float(row["share"]) == pytest.approx(expected[0] / 4**5, rel=1e-5)
+        assert f"{expected[0]:,}" in done.stdout
+    assert (tmp_path / "new" / "folder" / "trajectory_space.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("flag, value", [("horizon", 0), ("horizon", 17), ("max_k", 0), ("max_tolerance", -1)])
+def test_bad_values_end_in_one_line(flag, value, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        trajectory_space.main(trajectory_space.Args(**{flag: value}, out=str(tmp_path / "unmade")))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and f"{value} is out of range" in error
+    assert not (tmp_path / "unmade").exists()
+
+
+def test_a_file_where_the_folder_should_be(capsys, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        trajectory_space.main(trajectory_space.Args(out=str(tmp_path / "taken")))
+    assert stop.value.code == 2 and "taken" in capsys.readouterr().err
