@@ -655,8 +655,10 @@ def save_checkpoint(progress, learned, path):
     try:
         torch.save({**progress, **{name: part.state_dict() for name, part in learned.items()}}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
+        return True
     except (OSError, RuntimeError) as error:  # a full disk must not end the run, nor cost the older checkpoint
-        print(f"could not save {path}, an older one stays: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"could not save {path}, an older one stays: {error!r:.100}", file=sys.stderr)
+        return False
 
 
 def load_checkpoint(path, script):
@@ -667,7 +669,7 @@ def load_checkpoint(path, script):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         found = checkpoint["script"]
     except Exception as error:
-        fail(f"--resume {path} is not a readable checkpoint, truncated or not one: {str(error).splitlines()[0][:80]}")
+        fail(f"--resume {path} is not a readable checkpoint, truncated or not one: {error!r:.100}")
     if found != script:
         fail(f"--resume {path} was written by {found}, not by {script}")
     return checkpoint
@@ -681,6 +683,8 @@ def plot_curve(history, title, path):
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(name for row in history for name in row if name not in ("step", "length")))
+    if not names:  # no episode has ended yet
+        return
     figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names):
         axis.plot(*zip(*((row["step"], row[name]) for row in history if name in row)))
@@ -769,7 +773,7 @@ if __name__ == "__main__":
             if "past_obs" in checkpoint:
                 obs[: past + 1], ages[: past + 1] = checkpoint["past_obs"], checkpoint["past_ages"]
         except (RuntimeError, ValueError, IndexError) as error:
-            fail(f"--resume {args.resume} does not fit these settings: {str(error).splitlines()[0]}")
+            fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
         elapsed = checkpoint["elapsed"]
         episode_returns = np.array(checkpoint["episode_returns"])
@@ -787,7 +791,7 @@ if __name__ == "__main__":
     if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
         fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
     os.makedirs(run_dir, exist_ok=True)
-    command = shlex.join(["python", script, *sys.argv[1:]])
+    command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
     versions = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
@@ -808,7 +812,7 @@ if __name__ == "__main__":
                 tags=[method, args.env_id],
             )  # fmt: skip
         except Exception as error:
-            print(f"W&B cannot be reached, going on without it: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"W&B cannot be reached, going on without it: {error!r:.100}", file=sys.stderr)
     print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
     if ring:
         print(f"ring: {len(ring.frames)} steps x {args.num_envs} environments, {ring.frames.nbytes / 1e6:.1f} MB")
@@ -955,9 +959,9 @@ if __name__ == "__main__":
                 batch_accuracies.append(rnet_accuracy(positive_logits.detach(), negative_logits.detach()))
             if batch_accuracies:
                 batch_accuracies = torch.stack(batch_accuracies).tolist()
-                schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
                 charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
                 embeddings, ring.unseen = None, 0
+            schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
             charts |= {"rnet/triplets": count, "rnet/ready": float(schedule.ready)}
 
         # LOG #########################################################################################################
@@ -1008,8 +1012,8 @@ if __name__ == "__main__":
             next_checkpoint = global_step + args.checkpoint_interval
 
     bar.close()
+    saved = not progress or save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
     if progress:
-        save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
     writer.close()
     envs.close()
@@ -1022,3 +1026,4 @@ if __name__ == "__main__":
         f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
         f"{elapsed + time.time() - start_time:.0f} s; {run_dir}/agent.pt, {run_dir}/curve.png"
     )
+    sys.exit(0 if saved else 1)

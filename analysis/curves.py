@@ -250,7 +250,9 @@ def draw(runs, path, smooth, rnet_accuracy):
                 axis.set_ylim(0.45, 1.02)
             elif axis.get_ylim()[0] > -0.1 and axis.get_ylim()[1] < 1.1:  # returns in [0, 1]: one scale for all panels
                 axis.set_ylim(-0.02, 1.02)
-            axis.set_xlim(left=0)
+            if not axis.lines:
+                axis.text(0.5, 0.5, "no RNet", transform=axis.transAxes, ha="center", color="gray")
+            axis.set_xlim(0, 1.02 * max(run["step"][-1] for seeds in by_method.values() for run in seeds))
             axis.xaxis.set_major_locator(MaxNLocator(5))
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
             axis.grid(alpha=0.25, linewidth=0.6)

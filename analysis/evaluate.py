@@ -56,7 +56,7 @@ def load_checkpoint(path, needs):
         with warnings.catch_warnings(action="ignore"):  # of other pickle protocols
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        fail(f"{path} is not a readable checkpoint: truncated, not one, or not plain values only ({type(error).__name__})")
+        fail(f"{path} is not a readable checkpoint: truncated, not one, or not plain values ({type(error).__name__})")
     for name, kind in needs.items():
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(name), kind):
             fail(f"{path} is not a checkpoint of a training: no {name!r} in it, accepted: an agent.pt")

@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from minigrid.core.actions import Actions
 from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
 
@@ -81,8 +82,10 @@ def snapshot(names):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(flags) runs a script's main block in this process and in tmp_path, and returns its globals. Probes are run
-    in it below their markers, with `trace`, an empty list, to leave things in."""
+    in it below their markers, with `trace`, an empty list, to leave things in. Figures are made but not drawn: that
+    takes two thirds of a small run's time."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
 
     def run(flags, script_name=CANONICAL, probes=None):
         path = ROOT / script_name

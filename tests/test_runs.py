@@ -12,12 +12,16 @@ import torch
 from conftest import CANONICAL, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, parameters, steps
 
 CHECKPOINT = "runs/small/agent.pt"
-# Ctrl-C during the first step of the fourth rollout
-INTERRUPT = """
-if iteration == 4:
-    step_worlds = envs.step
-    envs.step = lambda actions: (signal.raise_signal(signal.SIGINT), step_worlds(actions))[1]
-"""
+
+
+def interrupt(iteration):
+    """A probe: Ctrl-C during the first step of this iteration's rollout."""
+    lines = (
+        f"if iteration == {iteration}:",
+        "    step_worlds = envs.step",
+        "    envs.step = lambda actions: (signal.raise_signal(signal.SIGINT), step_worlds(actions))[1]",
+    )
+    return {"ROLLOUT": "\n".join(lines)}
 
 
 def files(folder):
@@ -44,7 +48,7 @@ def test_seed_decides_everything(run):
 )
 def test_resumed_run_equals_uninterrupted_one(run, flags):
     whole = run(f"{flags} --run-name whole{steps(6)}")
-    stopped = run(flags + steps(6), probes={"ROLLOUT": INTERRUPT})
+    stopped = run(flags + steps(6), probes=interrupt(4))
     assert [row["step"] for row in stopped["history"]] == [row["step"] for row in whole["history"][:3]]
     resumed = run(f"--resume {CHECKPOINT}")
     assert resumed["history"] == whole["history"] and len(whole["history"]) == 6
@@ -69,17 +73,29 @@ def test_signals_end_a_run_well(run, tmp_path, number):
     command = [sys.executable, str(ROOT / CANONICAL), *f"{SPRL} --checkpoint-interval 1{steps(10**6)}".split()]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        deadline = time.time() + 90
+        deadline = time.time() + 300
         while not (tmp_path / CHECKPOINT).exists() and time.time() < deadline:
             time.sleep(0.1)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 0 and f"stopped by {number.name}" in output
+    assert (tmp_path / "runs/small/curve.png").stat().st_size > 1000
     iterations = torch.load(CHECKPOINT, weights_only=True)["iteration"]
     result = run(f"--resume {CHECKPOINT}{steps(iterations + 1)}")
     assert len(result["history"]) == iterations + 1
+
+
+def test_stopped_before_anything_was_learned(run, capsys):
+    """There is nothing to save, and nothing is said to have been saved."""
+    run(PPO + steps(2), probes=interrupt(1))
+    assert not os.path.exists(CHECKPOINT) and "agent.pt" not in capsys.readouterr().out
+
+
+def test_run_too_short_for_an_episode(run):
+    result = run("--num-envs 1 --num-steps 8 --total-timesteps 8 --cost-scale 0 --run-name small")
+    assert result["history"] == [{"step": 8}] and os.path.exists(CHECKPOINT)
 
 
 def test_failed_write_keeps_the_older_checkpoint(script, tmp_path, monkeypatch, capsys):

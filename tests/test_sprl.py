@@ -315,10 +315,49 @@ def test_reward_of_a_run_is_eq_12(run, num_samples):
         settings_ = (args.k, args.tolerance, num_samples, args.cost_percentile)
         first = i * args.num_steps - oldest
         assert_costs(costs[-1], scores, rewards[oldest:], began[oldest:], *settings_, first=first)
+        same = all(torch.equal(a, b) for a, b in zip(shot["rnet"].parameters(), trace[i - 1]["rnet"].parameters()))
+        assert same == (i % 2 == 1)  # the network learned between the rollouts every other time
     assert 0.02 < torch.cat(costs).mean() < 0.98
     rates = [row["cost_rate"] for row in result["history"] if "cost_rate" in row]
     for rate, cost, shot in zip(rates, costs, trace[2:], strict=True):
         assert rate == pytest.approx(cost[torch.from_numpy(shot["valid"])].mean().item(), abs=1e-5)
+
+
+def test_heldout_accuracy_of_a_run(script, run):
+    """Measured before the network trains, on the two rollouts since it last did, frame by frame."""
+    probes = {
+        "UPDATE RNET": "torch_rng = torch.get_rng_state()\n" + snapshot("torch_rng obs ages past rnet"),
+        "LOG": "trace[-1]['charts'] = dict(charts)",
+    }
+    result = run(SPRL + steps(6), probes=probes)
+    args, trace = result["args"], result["trace"]
+    for i, shot in enumerate(trace):
+        assert ("rnet/heldout_accuracy" in shot["charts"]) == (i % 2 == 1)
+        if i % 2 == 0:
+            continue
+        rollouts = [trace[i - 1], shot]
+        frames, ages = (
+            torch.cat([torch.as_tensor(r[name][r["past"] : -1]) for r in rollouts]) for name in ("obs", "ages")
+        )
+        torch.set_rng_state(shot["torch_rng"])
+        *rows, envs, _ = script.sample_heldout(ages, args.k, args.tolerance, args.negative_bias, 15_000)
+        scores = pair_scores(shot["rnet"], frames)
+        anchors, positives, negatives = rows
+        right = torch.cat([scores[anchors, positives, envs] > 0.5, scores[anchors, negatives, envs] < 0.5])
+        assert shot["charts"]["rnet/heldout_accuracy"].item() == pytest.approx(right.float().mean().item(), abs=0.002)
+    accuracies = [row["rnet_accuracy"] for row in result["history"] if "rnet_accuracy" in row]
+    assert len(accuracies) == 3 and accuracies[1] != 0.5
+
+
+def test_schedule_by_hand(script):
+    """6 steps apart before 1M, 12 before 2M, 36 after; ready when the last 20 accuracies average above 0.75."""
+    schedule, intervals = script.Schedule(5, False), (6, 12, 36)
+    for step, gap in ((0, 6), (999_999, 6), (1_000_000, 12), (1_999_999, 12), (2_000_000, 36)):
+        schedule.trained(step, intervals, [0.5], 0.75)
+        assert schedule.next_step == step + gap and not schedule.ready
+    for accuracies, ready in (([0.76] * 20, True), ([0.74] * 9, True), ([0.74], False), ([1.0] * 5, True)):
+        schedule.trained(0, intervals, accuracies, 0.75)
+        assert schedule.ready == ready
 
 
 # ORACLE ##############################################################################################################
