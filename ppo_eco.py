@@ -976,4 +976,5 @@ if __name__ == "__main__":
         f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
         f"{elapsed + time.time() - start_time:.0f} s; {run_dir}/agent.pt, {run_dir}/curve.png"
     )
-    sys.exit(0 if saved else 1)
+    if not saved:
+        sys.exit(1)
