@@ -150,6 +150,20 @@ def domain_defaults(argv):
     return Args()
 
 
+RANGES = {  # what check_args accepts: (lowest, highest)
+    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
+    "ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals memory_size",
+    (
+        0,
+        np.inf,
+    ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
+    "bonus_scale negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
+    (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
+    (0, 100): "memory_percentile",
+    (-np.inf, np.inf): "bonus_bias",
+}
+
+
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
     sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
@@ -157,28 +171,18 @@ def fail(message):
 
 def check_args(args):
     """Refuses what cannot work, by name, before anything is built or written."""
-    ranges = {
-        (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
-        "ring_size positive_bias rnet_triplets rnet_batch_size memory_size",
-        (
-            0,
-            np.inf,
-        ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
-        "bonus_scale negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
-        (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
-        (0, 100): "memory_percentile",
-        (-np.inf, np.inf): "bonus_bias",
-    }
-    for (low, high), names in ranges.items():
+    for (low, high), names in RANGES.items():
         for name in names.split():
             value = getattr(args, name)
-            if not (low <= value <= high and np.isfinite(value)):
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(low <= number <= high and np.isfinite(number) for number in values):
                 fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
-    if min(args.rnet_intervals) < 1:
-        fail(f"--rnet-intervals {args.rnet_intervals} is out of range, accepted: three numbers of at least 1")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
+
+
+def check_ring(args):
     need = (args.k + args.negative_bias + 1) * args.num_envs
     if args.bonus_scale and args.ring_size < need:
         fail(f"--ring-size {args.ring_size} is too short for a negative, accepted: {need} or more for these settings")
@@ -665,6 +669,7 @@ if __name__ == "__main__":
         if args.env_id != checkpoint["args"]["env_id"]:
             fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
     check_args(args)
+    check_ring(args)
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
     method = "eco" if args.bonus_scale else "ppo"

@@ -125,6 +125,17 @@ def domain_defaults(argv):
     return Args()
 
 
+RANGES = {  # what check_args accepts: (lowest, highest)
+    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps",
+    (
+        0,
+        np.inf,
+    ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
+    "bonus_scale bonus_clip icm_loss_scale",
+    (0, 1): "gamma gae_lambda forward_loss_weight",
+}
+
+
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
     sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
@@ -132,19 +143,11 @@ def fail(message):
 
 def check_args(args):
     """Refuses what cannot work, by name, before anything is built or written."""
-    ranges = {
-        (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps",
-        (
-            0,
-            np.inf,
-        ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
-        "bonus_scale bonus_clip icm_loss_scale",
-        (0, 1): "gamma gae_lambda forward_loss_weight",
-    }
-    for (low, high), names in ranges.items():
+    for (low, high), names in RANGES.items():
         for name in names.split():
             value = getattr(args, name)
-            if not (low <= value <= high and np.isfinite(value)):
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(low <= number <= high and np.isfinite(number) for number in values):
                 fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches:

@@ -151,6 +151,20 @@ class Args:
     """the cost is 0 until the mean of the last 20 training accuracies passes this (authors' code: 0.75)"""
 
 
+RANGES = {  # what check_args accepts: (lowest, highest)
+    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
+    "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals",
+    (
+        0,
+        np.inf,
+    ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
+    "cost_scale tolerance negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
+    (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
+    (0, 100): "cost_percentile",
+    (-np.inf, np.inf): "cost_bias",
+}
+
+
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
     sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
@@ -158,31 +172,21 @@ def fail(message):
 
 def check_args(args):
     """Refuses what cannot work, by name, before anything is built or written."""
-    ranges = {
-        (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
-        "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size",
-        (
-            0,
-            np.inf,
-        ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
-        "cost_scale tolerance negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
-        (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
-        (0, 100): "cost_percentile",
-        (-np.inf, np.inf): "cost_bias",
-    }
-    for (low, high), names in ranges.items():
+    for (low, high), names in RANGES.items():
         for name in names.split():
             value = getattr(args, name)
-            if not (low <= value <= high and np.isfinite(value)):
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(low <= number <= high and np.isfinite(number) for number in values):
                 fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
-    if min(args.rnet_intervals) < 1:
-        fail(f"--rnet-intervals {args.rnet_intervals} is out of range, accepted: three numbers of at least 1")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
-    window, rows = args.k + args.num_tolerance_samples * args.tolerance, args.ring_size // args.num_envs
-    if args.cost_scale and args.rnet == "learned" and rows <= max(window, args.k + args.negative_bias):
-        need = (max(window, args.k + args.negative_bias) + 1) * args.num_envs
+
+
+def check_window(args):
+    window = max(args.num_tolerance_samples * args.tolerance, args.negative_bias) + args.k
+    if args.cost_scale and args.rnet == "learned" and args.ring_size // args.num_envs <= window:
+        need = (window + 1) * args.num_envs
         fail(f"--ring-size {args.ring_size} is shorter than the window, accepted: {need} or more for these settings")
 
 
@@ -706,6 +710,7 @@ if __name__ == "__main__":
         if args.env_id != checkpoint["args"]["env_id"]:
             fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
     check_args(args)
+    check_window(args)
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
     method = ("sprl" if args.rnet == "learned" else "gt-sprl") if args.cost_scale else "ppo"

@@ -242,21 +242,21 @@ def test_icm_rewards_are_the_clipped_errors(run):
 @pytest.fixture
 def icm_names(run):
     """The globals of a run whose update is one minibatch."""
-    return run(f"{FLAGS[ICM]} --update-epochs 1 --num-minibatches 1 --max-grad-norm 1e9{steps(2)}", ICM)
+    one_minibatch = "--update-epochs 1 --num-minibatches 1 --max-grad-norm 1e9 --stack-observations 2"
+    return run(f"{FLAGS[ICM]} {one_minibatch}{steps(2)}", ICM)
 
 
 def test_icm_loss_is_weighted_as_written(icm_names):
     """PPO's loss + scale * (weight * forward + (1 - weight) * inverse), and the same gradient. The means are over the
     valid rows: the frames of one that autoreset inserted are of two episodes."""
     agent, icm, valid = icm_names["agent"], icm_names["icm"], torch.from_numpy(icm_names["valid"])
+    frames = icm_names["obs"][icm_names["past"] :]
     before = copy.deepcopy([agent.state_dict(), icm.state_dict()])
     ppo_loss = None
     for scale, weight in ((0.0, 0.8), (0.3, 0.8), (2.0, 0.25)):
         agent.load_state_dict(before[0])
         icm.load_state_dict(before[1])
-        phi, next_phi = (
-            icm.features(frames[valid].unsqueeze(1)) for frames in (icm_names["obs"][:-1], icm_names["obs"][1:])
-        )
+        phi, next_phi = (icm.features(ends[valid].unsqueeze(1)) for ends in (frames[:-1], frames[1:]))
         transitions = phi, next_phi, icm_names["actions"][valid]
         forward, inverse = icm.forward_error(*transitions).mean(), icm.inverse_loss(*transitions).mean()
         expected = scale * (weight * forward + (1 - weight) * inverse)

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import CANONICAL, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, parameters, steps
+from conftest import CANONICAL, FOUR_ROOMS, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, parameters, steps
 
 CHECKPOINT = "runs/small/agent.pt"
 
@@ -149,18 +149,11 @@ def test_bad_settings_are_refused(run, capsys, tmp_path, flags):
     assert_refused(run, capsys, tmp_path, flags, *flags.split()[:1])
 
 
-def test_bad_checkpoints_are_refused(run, capsys, tmp_path):
-    run(PPO + steps(1))
-    good = torch.load(CHECKPOINT, weights_only=True)
-    whole = (tmp_path / CHECKPOINT).read_bytes()
-    torch.save(good | {"script": "ppo_eco.py"}, "foreign.pt")
-    torch.save([1, 2], "list.pt")
-    (tmp_path / "truncated.pt").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "empty.pt").write_bytes(b"")
-    (tmp_path / "text.pt").write_text("hello")
-    for flags, *said in (
-        ("--resume foreign.pt", "ppo_eco.py", CANONICAL),
-        (f"--resume {CHECKPOINT} --env-id MiniGrid-FourRooms-11x11-v0", "MiniGrid-FourRooms-7x7-v0"),
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--resume foreign.pt", "ppo_other.py"),
+        (f"--resume {CHECKPOINT} --env-id MiniGrid-FourRooms-11x11-v0", FOUR_ROOMS),
         (f"--resume {CHECKPOINT} --num-envs 3 --num-minibatches 1", CHECKPOINT),
         (f"--resume {CHECKPOINT} --num-envs 8", CHECKPOINT),
         (f"--resume {CHECKPOINT} --encoding raw", CHECKPOINT),
@@ -170,8 +163,18 @@ def test_bad_checkpoints_are_refused(run, capsys, tmp_path):
         ("--resume list.pt", "list.pt"),
         ("--resume missing.pt", "missing.pt"),
         (PPO, "--run-name small"),
-    ):
-        assert_refused(run, capsys, tmp_path, flags, *said)
+    ],
+)
+def test_bad_checkpoints_are_refused(run, capsys, tmp_path, flags, said):
+    """Of another script, world or shape, unreadable or missing; nor is a run's folder used a second time."""
+    run(PPO + steps(1))
+    whole = (tmp_path / CHECKPOINT).read_bytes()
+    torch.save(torch.load(CHECKPOINT, weights_only=True) | {"script": "ppo_other.py"}, "foreign.pt")
+    torch.save([1, 2], "list.pt")
+    (tmp_path / "truncated.pt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_text("hello")
+    assert_refused(run, capsys, tmp_path, flags, said)
 
 
 def test_bad_input_ends_the_program(tmp_path):
