@@ -153,11 +153,8 @@ def domain_defaults(argv):
 RANGES = {  # what check_args accepts: (lowest, highest)
     (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
     "ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals memory_size",
-    (
-        0,
-        np.inf,
-    ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
-    "bonus_scale negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
+    (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
+    "stack_observations bonus_scale negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
     (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
     (0, 100): "memory_percentile",
     (-np.inf, np.inf): "bonus_bias",

@@ -127,11 +127,8 @@ def domain_defaults(argv):
 
 RANGES = {  # what check_args accepts: (lowest, highest)
     (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps",
-    (
-        0,
-        np.inf,
-    ): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm stack_observations "
-    "bonus_scale bonus_clip icm_loss_scale",
+    (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
+    "stack_observations bonus_scale bonus_clip icm_loss_scale",
     (0, 1): "gamma gae_lambda forward_loss_weight",
 }
 
