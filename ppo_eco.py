@@ -110,11 +110,11 @@ class Args:
 
     # ECO
     bonus_scale: float = 0.001
-    """weight of the novelty bonus; 0 is plain PPO (paper's table: 0.001)"""
+    """weight of the bonus; 0 is plain PPO (paper's table: ECO 0.001, ICM 0.1, GT-Grid 0.01)"""
     bonus_bias: float = 0.5
     """the bonus is bias - similarity, the similarity being the memory's percentile (authors' DMLab code: 0.5)"""
     k: int = 3
-    """positives lie within k steps of the anchor (paper's table: 3)"""
+    """k of the k-SP constraint; the RNet's positives lie within k steps (paper's table: SPRL 2, ECO 3)"""
     memory_size: int = 200
     """states in the episodic memory of each environment (authors' code: 200)"""
     memory_percentile: float = 90.0

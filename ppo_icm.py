@@ -111,7 +111,7 @@ class Args:
 
     # ICM
     bonus_scale: float = 0.1
-    """weight of the forward model's error as a bonus; 0 is plain PPO (paper's table: 0.1)"""
+    """weight of the bonus; 0 is plain PPO (paper's table: ECO 0.001, ICM 0.1, GT-Grid 0.01)"""
     bonus_clip: float = 0.0
     """largest bonus before it is weighted, 0: no limit (authors' DMLab code: 1)"""
     forward_loss_weight: float = 0.8

@@ -116,7 +116,7 @@ class Args:
     cost_bias: float = 0.0
     """the reward becomes r + lambda * (bias - cost) (paper: 0 on MiniGrid)"""
     k: int = 2
-    """k of the k-shortest-path constraint (paper's table: 2)"""
+    """k of the k-SP constraint; the RNet's positives lie within k steps (paper's table: SPRL 2, ECO 3)"""
     tolerance: int = 1
     """Delta t: how far apart the compared older states lie, >= 0 (paper's table: 1)"""
     num_tolerance_samples: int = 60

@@ -34,6 +34,8 @@ def args_fields(source):
 
 
 def shared_sections(source):
+    """The sections that all methods share; ICM's part of the joint loss, a paragraph of its own, is left out."""
+    source = re.sub(r"\n +# ICM loss\n(?:.+\n)+", "", source)
     return {marker: text for marker, text in sections(source).items() if marker in SHARED}
 
 
