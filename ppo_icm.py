@@ -278,16 +278,23 @@ class GridWorlds(gym.vector.VectorEnv):
         actions = [list(actions) for actions in self.actions]
         return {"rng_states": list(self.rng_states), "actions": actions, "done": self.done.tolist()}
 
-    def load_state_dict(self, state):
-        """Plays every world back to where it was: same random state, same actions, by Farama's own rules."""
+    def play_back(self, state):
+        """Brings every world back to where it was: same random state, same actions, by Farama's own rules. All arrive
+        together; yields how many steps are left."""
         self.reset()
-        for i, world in enumerate(self.worlds):
-            world.np_random.bit_generator.state = state["rng_states"][i]
-            self._begin(i)
-            self.actions[i] = list(state["actions"][i])
-            for action in self.actions[i]:
-                world.step(action)
-        self.done = np.array(state["done"])
+        for left in range(max(map(len, state["actions"])), -1, -1):
+            for i, (world, actions) in enumerate(zip(self.worlds, state["actions"])):
+                if len(actions) == left:
+                    world.np_random.bit_generator.state = state["rng_states"][i]
+                    self._begin(i)
+                elif len(actions) > left:
+                    world.step(actions[-left - 1])
+            yield left
+        self.actions, self.done = [list(actions) for actions in state["actions"]], np.array(state["done"])
+
+    def load_state_dict(self, state):
+        for _ in self.play_back(state):
+            pass
 
     def positions(self):
         """The agents' true (x, y), (N, 2), within map_size."""
@@ -509,7 +516,9 @@ if __name__ == "__main__":
             for name, part in learned.items():
                 if name in checkpoint:
                     part.load_state_dict(checkpoint[name])
-            envs.load_state_dict(checkpoint["worlds"])
+            for left in envs.play_back(checkpoint["worlds"]):
+                if observe and left <= past:
+                    states[past - left] = observe()
             obs[past] = checkpoint["next_obs"]
             if "past_obs" in checkpoint:
                 obs[: past + 1], ages[: past + 1] = checkpoint["past_obs"], checkpoint["past_ages"]
@@ -524,7 +533,7 @@ if __name__ == "__main__":
         np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
         torch.set_rng_state(checkpoint["torch_rng"])
         torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
-    if observe:
+    elif observe:
         states[past] = observe()
     run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
@@ -719,19 +728,21 @@ if __name__ == "__main__":
             next_checkpoint = global_step + args.checkpoint_interval
 
     bar.close()
-    saved = not progress or save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+    saved, kept = True, bool(checkpoint)
     if progress:
+        saved = kept = save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
     writer.close()
     envs.close()
     if wandb_run:
         wandb_run.finish()
     if stop_signals:
-        print(f"stopped by {signal.Signals(stop_signals[0]).name}, resume: python {script} --resume {run_dir}/agent.pt")
+        resume = f", resume: python {script} --resume {run_dir}/agent.pt" if kept else " before anything was learned"
+        print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
     print(
         f"{method} {args.env_id} seed {args.seed}: return {np.mean(recent or [0]):.3f}, success "
         f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
-        f"{elapsed + time.time() - start_time:.0f} s; {run_dir}/agent.pt, {run_dir}/curve.png"
+        f"{elapsed + time.time() - start_time:.0f} s" + f"; {run_dir}/agent.pt, {run_dir}/curve.png" * kept
     )
     if not saved:
         sys.exit(1)

@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from matplotlib.figure import Figure
 from minigrid.core.actions import Actions
 from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
@@ -36,6 +37,8 @@ SPRL = (
 ORACLE = f"{SPRL} --rnet oracle"
 
 torch.set_num_threads(1)
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.load_profile("fixed")
 
 
 def steps(iterations):

@@ -108,9 +108,6 @@ def test_main_block(run, monkeypatch):
     assert read_backs == [] and names["returns"].device == names["loss"].device == META
     exec(code["UPDATE RNET"], names)
     assert read_backs == ["int", "int", "tolist"] and names["embeddings"] is None
-    for marker, bad in (
-        ("ADVANTAGE", "returns.mean().item()"),
-        ("UPDATE POLICY", "torch.zeros(3).to(loss) + clipfracs[0].cpu()"),
-    ):
+    for marker, read_back in (("ADVANTAGE", "returns.mean().item()"), ("UPDATE POLICY", "clipfracs[0].cpu()")):
         with pytest.raises((RuntimeError, NotImplementedError)):
-            exec(code[marker] + bad, names)
+            exec(code[marker] + read_back, names)

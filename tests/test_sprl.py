@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 
 # RING ################################################################################################################
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_rows=st.integers(1, 12), lengths=st.lists(st.integers(1, 30), max_size=6), train_after=st.integers(0, 6))
 @example(num_rows=7, lengths=[3, 3, 3, 20, 2], train_after=3)
 def test_ring_keeps_the_newest_rows_in_order(num_rows, lengths, train_after):
@@ -72,7 +72,7 @@ def real_triplets(script, ages, *settings_, num_triplets=None):
     return torch.stack(triplets)[:, : int(count)].numpy(), int(count)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.sampled_from([0.0, 0.02, 0.1, 0.5]), k=st.integers(1, 6),
        negative_bias=st.integers(0, 25), positive_bias=st.integers(1, 7), cap=st.booleans())  # fmt: skip
 def test_triplets_obey_algorithm_1(seed, cut, k, negative_bias, positive_bias, cap):
@@ -294,7 +294,7 @@ def test_cost_over_several_rollouts(script, num_samples, q, tolerance):
 
 
 @pytest.mark.parametrize("num_samples", [1, 60])
-def test_reward_of_a_run_is_eq_12(run, num_samples):
+def test_reward_of_a_run_is_eq_15(run, num_samples):
     """A whole run: r + lambda (bias - c) with the cost by Eq. 14 from the network as it was then, and r before that."""
     flags = f" --cost-bias 0.25 --max-episode-steps 100 --num-tolerance-samples {num_samples}"
     probe = snapshot("obs rewards valid total_rewards rnet")
