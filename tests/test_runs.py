@@ -121,7 +121,7 @@ def assert_refused(run, capsys, tmp_path, flags, *said):
     before = files(tmp_path)
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit_:
-        run(flags)
+        run(flags + steps(1))
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and error.count("\n") == 1 and all(word in error for word in said), error
     assert files(tmp_path) == before
