@@ -224,7 +224,7 @@ def test_icm_errors_by_hand(space, actions, errors, losses):
 def test_icm_rewards_are_the_clipped_errors(run):
     """Three rollouts, transition by transition, with the model as it was before the update."""
     probe = snapshot("obs past actions rewards total_rewards valid icm charts")
-    flags = f"{FLAGS[ICM]} --bonus-clip 0.05 --stack-observations 2{steps(3)}"
+    flags = f"{FLAGS[ICM]} --bonus-clip 0.69 --stack-observations 2{steps(3)}"
     clipped = []
     for shot, frames, added in rollouts(run(flags, ICM, {"ADVANTAGE": probe})["trace"]):
         errors = np.zeros(added.shape)
@@ -232,11 +232,11 @@ def test_icm_rewards_are_the_clipped_errors(run):
             with torch.no_grad():
                 phi, next_phi = shot["icm"].features(frames[t : t + 2, n, None])
                 errors[t, n] = shot["icm"].forward_error(phi, next_phi, shot["actions"][t, n])
-        bonus = np.minimum(errors, 0.05)
+        bonus = np.minimum(errors, 0.69)
         np.testing.assert_allclose(added, 0.5 * bonus, atol=1e-6)
         assert shot["charts"]["icm/bonus"].item() == pytest.approx(bonus[shot["valid"]].mean(), rel=1e-5)
-        clipped += (errors > 0.05).flatten().tolist()
-    assert 0.1 < np.mean(clipped) < 0.9, "too dull for a test"
+        clipped += (errors > 0.69).flatten().tolist()
+    assert 20 < sum(clipped) < 200, "too dull for a test"
 
 
 @pytest.fixture

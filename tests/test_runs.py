@@ -161,7 +161,7 @@ def test_bad_settings_are_refused(run, capsys, tmp_path, flags):
         ("--resume empty.pt", "empty.pt"),
         ("--resume text.pt", "text.pt"),
         ("--resume list.pt", "list.pt"),
-        ("--resume missing.pt", "missing.pt"),
+        ("--resume missing.pt", "missing.pt: no such file"),
         (PPO, "--run-name small"),
     ],
 )
