@@ -422,3 +422,7 @@ def test_oracle_leaves_the_world_untouched(script):
         for mine, expected in zip(watched.worlds, twin.worlds):
             assert signature(mine) == signature(expected) and mine.step_count == expected.step_count
             assert mine.np_random.bit_generator.state == expected.np_random.bit_generator.state
+            places = [
+                [tuple(cell.cur_pos) for cell in w.grid.grid if cell and cell.can_pickup()] for w in (mine, expected)
+            ]
+            assert places[0] == places[1]  # what PutNext tasks are judged by
