@@ -584,6 +584,7 @@ class Oracle:
     def ball(self, world, start):
         """All states within `radius` steps of start; the world is left as it was."""
         step_count, world.gen_obs = world.step_count, lambda: None  # nobody looks at these steps
+        places = [(item, item.cur_pos) for item in (*start[0], start[-1]) if item]
         ball, frontier = {start}, [start]
         for _ in range(self.radius):
             found = {}
@@ -595,6 +596,8 @@ class Oracle:
             frontier = [state for state, ended in found.items() if state not in ball and not ended]
             ball |= found.keys()
         self.set_state(world, start)
+        for item, place in places:
+            item.cur_pos = place
         world.step_count = step_count
         del world.gen_obs
         return ball
