@@ -50,6 +50,8 @@ class Args:
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     cuda: bool = True
     """if toggled, use CUDA when there is a CUDA device"""
+    compile: bool = False
+    """if toggled, compile the policy's network with torch.compile: a slow start, then faster steps on a GPU"""
     track: bool = False
     """if toggled, mirror the charts to Weights & Biases (WANDB_MODE=offline works)"""
     wandb_project_name: str = "sprl"
@@ -292,6 +294,10 @@ class GridWorlds(gym.vector.VectorEnv):
         for _ in self.play_back(state):
             pass
 
+    def learning_rewards(self, rewards, valid):
+        """What the agent learns from, of the rewards (T, N) as they came."""
+        return rewards
+
     def positions(self):
         """The agents' true (x, y), (N, 2), within map_size."""
         return np.array([world.agent_pos for world in self.worlds])
@@ -340,12 +346,11 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
 
 
 class Agent(nn.Module):
-    def __init__(self, envs, args):
+    def __init__(self, network, out_features, num_actions):
         super().__init__()
-        trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
-        self.network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
-        self.actor = layer_init(nn.Linear(512, int(envs.single_action_space.n)), std=0.01)
-        self.critic = layer_init(nn.Linear(512, 1), std=1)
+        self.network = network
+        self.actor = layer_init(nn.Linear(out_features, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(out_features, 1), std=1)
 
     def get_action_and_value(self, obs, action=None):
         hidden = self.network(obs)
@@ -355,10 +360,17 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
 
 
-def stack_frames(obs, ages, rows, envs, m):
-    """The policy's input (B, m + 1, ...): the frames at (rows, envs), each after the m before it. At a segment's start
-    its first frame is repeated, so no stack crosses an episode. rows, envs and ages are numpy, on the host."""
-    back = np.minimum(np.arange(m, -1, -1), ages[rows, envs][:, None])  # (B, m + 1)
+def make_agent(envs, args):
+    trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
+    network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
+    return Agent(network, 512, int(envs.single_action_space.n))
+
+
+def stack_frames(obs, depths, rows, envs, m):
+    """The policy's input (B, m + 1, ...): the frames at (rows, envs), each after the m before it. At an episode's start
+    its first frame is repeated, so no stack crosses an episode. `depths`, steps since the frame's episode began, rows
+    and envs are numpy, on the host."""
+    back = np.minimum(np.arange(m, -1, -1), depths[rows, envs][:, None])  # (B, m + 1)
     index = np.stack([rows[:, None] - back, np.broadcast_to(envs[:, None], back.shape)])
     rows, envs = torch.from_numpy(index).to(obs.device, non_blocking=True)
     return obs[rows, envs]
@@ -478,8 +490,11 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
     envs = make_envs(args)
-    obs_shape = envs.single_observation_space.shape
-    agent = Agent(envs, args).to(device)
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    obs_shape, obs_dtype = obs_space.shape, getattr(torch, str(obs_space.dtype))
+    agent = make_agent(envs, args).to(device)
+    if args.compile:
+        agent.network.compile(dynamic=True)  # minibatches have many sizes
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}
     visits = observe = None
@@ -491,10 +506,15 @@ if __name__ == "__main__":
 
     # rows before `past` hold what the frame stack still needs of earlier rollouts
     past = args.stack_observations
-    obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=torch.uint8, device=device)
-    ages = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # steps since the frame's segment began
-    states = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # what `observe` says of the frame
-    actions = torch.zeros((args.num_steps, args.num_envs), dtype=torch.int64, device=device)
+    obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=obs_dtype, device=device)
+    depths = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # steps since the frame's episode began
+    ages = np.zeros_like(depths)  # steps since the frame's segment began: since the episode did, or the last reward
+    states = np.zeros_like(depths)  # what `observe` says of the frame
+    actions = torch.zeros(
+        (args.num_steps, args.num_envs, *action_space.shape),
+        dtype=getattr(torch, str(action_space.dtype)),
+        device=device,
+    )
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
@@ -521,7 +541,8 @@ if __name__ == "__main__":
                     states[past - left] = observe()
             obs[past] = checkpoint["next_obs"]
             if "past_obs" in checkpoint:
-                obs[: past + 1], ages[: past + 1] = checkpoint["past_obs"], checkpoint["past_ages"]
+                obs[: past + 1] = checkpoint["past_obs"]
+                depths[: past + 1], ages[: past + 1] = checkpoint["past_ages"].numpy()
         except (RuntimeError, ValueError, IndexError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
@@ -588,13 +609,14 @@ if __name__ == "__main__":
                 break
             row = past + step
             with torch.inference_mode():
-                policy_obs = stack_frames(obs, ages, np.full_like(every_env, row), every_env, args.stack_observations)
+                policy_obs = stack_frames(obs, depths, np.full_like(every_env, row), every_env, args.stack_observations)
                 action, logprob, _, value = agent.get_action_and_value(policy_obs)
             actions[step], logprobs[step], values[step] = action, logprob, value
             next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
             valid[step], rewards[step] = ~next_done, reward
             next_done = terminations[step] | truncations[step]
             obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
+            depths[row + 1] = np.where(valid[step], depths[row] + 1, 0)
             ages[row + 1] = np.where(valid[step] & (reward == 0), ages[row] + 1, 0)
             if observe:
                 states[row + 1] = observe()
@@ -607,7 +629,7 @@ if __name__ == "__main__":
         global_step += batch_size
 
         # INTRINSIC REWARD ############################################################################################
-        total_rewards = torch.from_numpy(rewards).to(device)
+        total_rewards = torch.from_numpy(envs.learning_rewards(rewards, valid)).to(device)
         if visits:
             cells, starts = torch.from_numpy(states[past + 1 :]).to(device), torch.from_numpy(~valid).to(device)
             bonus = visits.first_visits(cells, starts)
@@ -616,7 +638,7 @@ if __name__ == "__main__":
 
         # ADVANTAGE ###################################################################################################
         with torch.inference_mode():
-            policy_obs = stack_frames(obs, ages, np.full_like(every_env, row + 1), every_env, args.stack_observations)
+            policy_obs = stack_frames(obs, depths, np.full_like(every_env, row + 1), every_env, args.stack_observations)
             values[-1] = agent.get_action_and_value(policy_obs)[3]
         device_terminations = torch.from_numpy(terminations).to(device)
         dones = torch.from_numpy(terminations | truncations).to(device)
@@ -624,7 +646,7 @@ if __name__ == "__main__":
         returns = advantages + values[:-1]
 
         # UPDATE POLICY ###############################################################################################
-        b_logprobs, b_actions, b_advantages = logprobs.flatten(), actions.flatten(), advantages.flatten()
+        b_logprobs, b_actions, b_advantages = logprobs.flatten(), actions.flatten(0, 1), advantages.flatten()
         b_returns, b_values = returns.flatten(), values[:-1].flatten()
         b_inds = np.flatnonzero(valid)  # no row that autoreset inserted
         clipfracs = []
@@ -632,7 +654,7 @@ if __name__ == "__main__":
             np.random.shuffle(b_inds)
             for host_inds in np.array_split(b_inds, args.num_minibatches):
                 mb_obs = stack_frames(
-                    obs, ages, past + host_inds // args.num_envs, host_inds % args.num_envs, args.stack_observations
+                    obs, depths, past + host_inds // args.num_envs, host_inds % args.num_envs, args.stack_observations
                 )
                 mb_inds = torch.from_numpy(host_inds).to(device, non_blocking=True)
                 _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, b_actions[mb_inds])
@@ -701,7 +723,8 @@ if __name__ == "__main__":
 
         # CHECKPOINT ##################################################################################################
         obs[: past + 1] = obs[-past - 1 :].clone()
-        ages[: past + 1], states[: past + 1] = ages[-past - 1 :].copy(), states[-past - 1 :].copy()
+        for kept in (depths, ages, states):
+            kept[: past + 1] = kept[-past - 1 :].copy()
         _, *numpy_rng = np.random.get_state()
         progress = {  # all that the next rollout will change, so that it can be left out when it is interrupted
             "script": script, "args": asdict(args), "versions": versions, "command": command, "iteration": iteration,
@@ -712,7 +735,8 @@ if __name__ == "__main__":
             "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all(),
         }  # fmt: skip
         if args.save_ring:
-            progress |= {"past_obs": obs[: past + 1].clone(), "past_ages": torch.from_numpy(ages[: past + 1].copy())}
+            kept = torch.from_numpy(np.stack([depths[: past + 1], ages[: past + 1]]))
+            progress |= {"past_obs": obs[: past + 1].clone(), "past_ages": kept}
         if global_step >= next_checkpoint:
             save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
             next_checkpoint = global_step + args.checkpoint_interval

@@ -3,7 +3,8 @@
     python analysis/evaluate.py runs/<name>/agent.pt                              # 100 episodes, actions as in training
     python analysis/evaluate.py runs/<name>/agent.pt --greedy --video agent.gif   # most likely actions, and a GIF
 
-The checkpoint names its script, which must lie in the folder above: any that has Args, make_envs, Agent, stack_frames.
+The checkpoint names its script, which must lie in the folder above; Args, make_envs, make_agent and stack_frames are
+taken from it.
 """
 
 import dataclasses
@@ -92,7 +93,7 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
     every_env, device = np.arange(envs.num_envs), next(agent.parameters()).device
     next_obs, _ = envs.reset(seed=seed)
     obs = torch.from_numpy(np.stack([next_obs] * (m + 1))).to(device)  # (m + 1, N, ...), the newest is last
-    ages = np.zeros((m + 1, envs.num_envs), np.int64)  # steps since the frame's segment began, as in training
+    depths = np.zeros((m + 1, envs.num_envs), np.int64)  # steps since the frame's episode began
     next_done, returns, lengths = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs), np.zeros(envs.num_envs, int)
     played, episodes = np.zeros(envs.num_envs, int), []
     if frames is not None:
@@ -100,7 +101,7 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
     with tqdm(total=int(quotas.sum()), unit="episode") as bar:
         while (played < quotas).any():
             with torch.inference_mode():
-                policy_obs = stack_frames(obs, ages, np.full_like(every_env, m), every_env, m)
+                policy_obs = stack_frames(obs, depths, np.full_like(every_env, m), every_env, m)
                 if greedy:
                     action = most_likely(agent, policy_obs, int(envs.single_action_space.n))
                 else:
@@ -111,7 +112,7 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
             valid = ~next_done  # False on the row that autoreset inserts
             next_done = terminations | truncations
             obs = torch.cat([obs[1:], torch.from_numpy(next_obs)[None].to(device)])
-            ages = np.concatenate([ages[1:], np.where(valid & (reward == 0), ages[-1:] + 1, 0)])
+            depths = np.concatenate([depths[1:], np.where(valid, depths[-1:] + 1, 0)])
             returns, lengths = np.where(valid, returns + reward, 0.0), np.where(valid, lengths + 1, 0)
             for i in np.flatnonzero(next_done & (played < quotas)):
                 episodes.append((int(i), float(returns[i]), int(lengths[i])))
@@ -162,7 +163,7 @@ def main(args):
         run_args.num_envs, run_args.seed = min(args.episodes, run_args.num_envs), world_seed
         envs = script.make_envs(run_args)
         device = torch.device("cuda" if torch.cuda.is_available() and run_args.cuda else "cpu")
-        agent = script.Agent(envs, run_args).to(device)
+        agent = script.make_agent(envs, run_args).to(device)
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:
         fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")

@@ -131,7 +131,7 @@ def run_cleanrl(env_id, iterations):
     space = types.SimpleNamespace(
         single_observation_space=envs.single_observation_space["image"], single_action_space=envs.single_action_space
     )
-    agent = script.Agent(space, args)
+    agent = script.make_agent(space, args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     obs = torch.zeros((*shape, *space.single_observation_space.shape))
     actions, logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(5))

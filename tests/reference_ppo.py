@@ -21,7 +21,7 @@ def train(script, args, num_iterations):
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     envs = script.GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
-    agent = script.Agent(envs, args)
+    agent = script.make_agent(envs, args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     shape = (args.num_steps, args.num_envs)
     next_obs, next_done = torch.from_numpy(envs.reset(seed=args.seed)[0]), torch.zeros(args.num_envs, dtype=torch.bool)

@@ -60,7 +60,7 @@ def slow_episodes(checkpoint, seed, count):
     """[(return, steps), ...] of one world and one agent, with the stack kept as a plain list."""
     script = evaluate.load_script(SCRIPT, "")
     args = script.Args(**checkpoint["args"])
-    agent = script.Agent(script.make_envs(args), args)
+    agent = script.make_agent(script.make_envs(args), args)
     agent.load_state_dict(checkpoint["agent"])
     world_seed, action_seed = np.random.SeedSequence(seed).generate_state(2) >> 2
     torch.manual_seed(int(action_seed))
@@ -272,7 +272,7 @@ def test_bad_values_are_refused(trained, checkpoint, tmp_path, capsys, monkeypat
     assert "MiniGrid-Nope-v0" in refused(evaluate.main, evaluate.Args(save(tmp_path, unknown)), capsys)
     arm = SimpleNamespace(**vars(evaluate.load_script(SCRIPT, "")))
     envs = SimpleNamespace(single_action_space=gym.spaces.Box(-1, 1, (4,)))
-    arm.make_envs, arm.Agent = lambda args: envs, lambda envs, args: torch.nn.Linear(1, 1)
+    arm.make_envs, arm.make_agent = lambda args: envs, lambda envs, args: torch.nn.Linear(1, 1)
     monkeypatch.setattr(evaluate, "load_script", lambda *_: arm)
     arm_path = save(tmp_path, checkpoint | {"agent": torch.nn.Linear(1, 1).state_dict()})
     assert "--greedy" in refused(evaluate.main, evaluate.Args(arm_path, greedy=True), capsys)

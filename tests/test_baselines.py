@@ -123,7 +123,7 @@ def test_memory_against_lists():
     changes twice; once the memory is cleared."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    fast, slow, rnet = load(ECO).EpisodicMemory(5, 4, (1, 1, 3), CPU), SlowMemory(5, 4), TableRNet(30)
+    fast, slow, rnet = load(ECO).EpisodicMemory(5, 4, (1, 1, 3), torch.uint8, CPU), SlowMemory(5, 4), TableRNet(30)
     for rollout in range(8):
         frames = torch.randint(30, (25, 5, 1, 1, 3), dtype=torch.uint8)
         starts = (rng.random((25, 5)) < 0.03) & (rollout > 0)
@@ -151,7 +151,7 @@ def test_memory_state_goes_on():
     torch.manual_seed(0)
     frames, rnet = torch.randint(30, (50, 3, 1, 1, 3), dtype=torch.uint8), TableRNet(30)
     embeddings, starts = rnet.embed(frames.flatten(0, 1)).unflatten(0, (50, 3)), np.zeros((25, 3), bool)
-    first, second = (load(ECO).EpisodicMemory(3, 9, (1, 1, 3), CPU) for _ in range(2))
+    first, second = (load(ECO).EpisodicMemory(3, 9, (1, 1, 3), torch.uint8, CPU) for _ in range(2))
     first.similarities(rnet, frames[:25], embeddings[:25], starts, 90.0)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     results = []

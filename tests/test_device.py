@@ -12,7 +12,7 @@ META = torch.device("meta")
 
 @pytest.fixture
 def meta_rnet(script):
-    return script.RNet(fake_envs(), script.Args()).to(META)
+    return script.make_rnet(fake_envs(), script.Args()).to(META)
 
 
 def test_reading_back_raises_on_meta():
@@ -34,7 +34,10 @@ def test_reading_back_raises_on_meta():
 
 
 def test_policy_parts(script):
-    agent, frames = script.Agent(fake_envs(), script.Args(stack_observations=1)).to(META), random_frames(20, 4).to(META)
+    agent, frames = (
+        script.make_agent(fake_envs(), script.Args(stack_observations=1)).to(META),
+        random_frames(20, 4).to(META),
+    )
     obs = script.stack_frames(frames, np.ones((20, 4), np.int64), np.arange(8), np.arange(8) % 4, 1)
     for action in (None, torch.zeros(8, dtype=torch.int64, device=META)):
         action, logprob, entropy, value = agent.get_action_and_value(obs, action)
@@ -46,7 +49,7 @@ def test_policy_parts(script):
 
 def test_reachability_parts(script, meta_rnet):
     ring, ages = (
-        script.Ring(50, 4, (7, 7, 3), META),
+        script.Ring(50, 4, (7, 7, 3), torch.uint8, META),
         torch.from_numpy(random_ages(np.random.default_rng(0), 50, 4, 0.05)),
     )
     for _ in range(2):

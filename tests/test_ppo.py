@@ -60,7 +60,7 @@ def test_stack_frames_by_hand(script):
 def test_network_by_hand(script):
     """The trunk with F.one_hot and zeros behind the last row and column, up to the order of its features; the heads."""
     torch.manual_seed(0)
-    agent, frames = script.Agent(fake_envs(), script.Args(stack_observations=1)), random_frames(5, 2)
+    agent, frames = script.make_agent(fake_envs(), script.Args(stack_observations=1)), random_frames(5, 2)
     trunk, dense, _ = agent.network
     codes = [F.one_hot(frames[..., c].long(), n) for c, n in enumerate((11, 6, 4))]
     x = torch.cat(codes, -1).float()  # (B, 2, W, H, 21)
@@ -83,13 +83,14 @@ def test_network_by_hand(script):
 
 @pytest.mark.parametrize("flags, m", [(PPO, 0), (PPO + " --stack-observations 2", 2), (SPRL, 0)])
 def test_rollout_storage_is_what_happened(script, run, flags, m):
-    """A second set of worlds plays the stored actions; observations, rewards, ends, autoreset rows, ages, values and
-    log-probabilities of three rollouts must be those that follow."""
-    probe = snapshot("obs rewards terminations truncations valid ages actions values logprobs agent past")
+    """A second set of worlds plays the stored actions; observations, rewards, ends, autoreset rows, depths, ages, values
+    and log-probabilities of three rollouts must be those that follow."""
+    probe = snapshot("obs rewards terminations truncations valid depths ages actions values logprobs agent past")
     result = run(flags + steps(3), probes={"UPDATE POLICY": probe})
     args, trace = result["args"], result["trace"]
     worlds = script.GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
-    stream, cuts = [worlds.reset(seed=args.seed)[0]], [np.ones(args.num_envs, bool)]
+    stream, starts = [worlds.reset(seed=args.seed)[0]], [np.ones(args.num_envs, bool)]
+    cuts = starts.copy()
     done, seen_ends = np.zeros(args.num_envs, bool), 0
     for shot in trace:
         past = shot["past"]
@@ -100,6 +101,7 @@ def test_rollout_storage_is_what_happened(script, run, flags, m):
             np.testing.assert_array_equal(shot["terminations"][t], termination)
             np.testing.assert_array_equal(shot["truncations"][t], truncation)
             stream.append(frame)
+            starts.append(done)
             cuts.append(done | (reward != 0))
             done = termination | truncation
             seen_ends += done.sum()
@@ -107,9 +109,11 @@ def test_rollout_storage_is_what_happened(script, run, flags, m):
         stored = min(past, first)
         np.testing.assert_array_equal(shot["obs"][past - stored :].numpy(), np.stack(stream[first - stored :]))
         for t, n in np.ndindex(args.num_steps + 1, args.num_envs):
-            age = next(back for back in range(first + t + 1) if cuts[first + t - back][n])
-            assert shot["ages"][past + t, n] == age
-            frames = torch.from_numpy(np.stack([stream[first + t - min(back, age)][n] for back in range(m, -1, -1)]))
+            age, depth = (
+                next(back for back in range(first + t + 1) if marks[first + t - back][n]) for marks in (cuts, starts)
+            )
+            assert (shot["ages"][past + t, n], shot["depths"][past + t, n]) == (age, depth)
+            frames = torch.from_numpy(np.stack([stream[first + t - min(back, depth)][n] for back in range(m, -1, -1)]))
             action = shot["actions"][t, n] if t < args.num_steps else torch.tensor(0)
             with torch.no_grad():
                 _, logprob, _, value = shot["agent"].get_action_and_value(frames[None], action[None])

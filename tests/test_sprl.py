@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 @example(num_rows=7, lengths=[3, 3, 3, 20, 2], train_after=3)
 def test_ring_keeps_the_newest_rows_in_order(num_rows, lengths, train_after):
     """Against the end of a plain list; rollouts that do not divide the ring, and that are longer than it."""
-    ring = load(CANONICAL).Ring(num_rows, 2, (1, 1, 3), torch.device("cpu"))
+    ring = load(CANONICAL).Ring(num_rows, 2, (1, 1, 3), torch.uint8, torch.device("cpu"))
     assert ring.frames.dtype == torch.uint8
     written, unseen = 0, 0
     for i, length in enumerate(lengths):
@@ -183,7 +183,7 @@ def test_heldout_pairs(script):
 # NETWORK #############################################################################################################
 def make_rnet(script):
     torch.manual_seed(6)
-    return script.RNet(fake_envs(), script.Args())
+    return script.make_rnet(fake_envs(), script.Args())
 
 
 def pair_scores(rnet, frames):
