@@ -370,14 +370,21 @@ def make_agent(envs, args):
     return Agent(network, 512, int(envs.single_action_space.n))
 
 
-def stack_frames(obs, depths, rows, envs, m):
-    """The policy's input (B, m + 1, ...): the frames at (rows, envs), each after the m before it. At an episode's start
-    its first frame is repeated, so no stack crosses an episode. `depths`, steps since the frame's episode began, rows
-    and envs are numpy, on the host."""
-    back = np.minimum(np.arange(m, -1, -1), depths[rows, envs][:, None])  # (B, m + 1)
-    index = np.stack([rows[:, None] - back, np.broadcast_to(envs[:, None], back.shape)])
-    rows, envs = torch.from_numpy(index).to(obs.device, non_blocking=True)
-    return obs[rows, envs]
+def stack_frames(frames, depths, rows, envs, m):
+    """What a network sees (B, m + 1, ...): the frames at (rows, envs), each after the m before it. An episode's first
+    frame is repeated before it, so no stack crosses an episode; `depths` counts the steps since the episode began."""
+    if m == 0:
+        return frames[rows, envs].unsqueeze(1)
+    back = torch.minimum(torch.arange(m, -1, -1, device=rows.device), depths[rows, envs].unsqueeze(1))  # (B, m + 1)
+    return frames[(rows.unsqueeze(1) - back) % len(frames), envs.unsqueeze(1)]
+
+
+def embed_frames(embed, frames, depths, rows, m, chunk=1024):
+    """embed() of all environments' frames in these rows, (T, N, ...), by chunks that stay in the cache."""
+    envs = torch.arange(frames.shape[1], device=frames.device)
+    places = torch.cartesian_prod(rows, envs).split(chunk)
+    parts = [embed(stack_frames(frames, depths, *place.T, m)) for place in places]
+    return torch.cat(parts).unflatten(0, (len(rows), len(envs)))
 
 
 def gae(rewards, values, terminations, dones, gamma, gae_lambda):
@@ -396,6 +403,8 @@ def gae(rewards, values, terminations, dones, gamma, gae_lambda):
 class ICM(nn.Module):
     """Features phi from which an inverse model can tell the action that led from one state to the next, and a forward
     model that predicts the next features from the action: its error is the bonus."""
+
+    m = 0  # it sees single frames
 
     def __init__(self, envs, args, dim=128, hidden=256):
         super().__init__()
@@ -507,21 +516,18 @@ if __name__ == "__main__":
     # rows before `past` hold what the frame stack still needs of earlier rollouts
     past = args.stack_observations
     obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=obs_dtype, device=device)
-    depths = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # steps since the frame's episode began
-    ages = np.zeros_like(depths)  # steps since the frame's segment began: since the episode did, or the last reward
-    states = np.zeros_like(depths)  # what `observe` says of the frame
-    actions = torch.zeros(
-        (args.num_steps, args.num_envs, *action_space.shape),
-        dtype=getattr(torch, str(action_space.dtype)),
-        device=device,
-    )
+    depths = torch.zeros(obs.shape[:2], dtype=torch.int64, device=device)  # steps since the frame's episode began
+    ages = np.zeros(obs.shape[:2], np.int64)  # steps since its segment began: since the episode did, or the last reward
+    states = np.zeros(obs.shape[:2], np.int64)  # what `observe` says of the frame
+    action_shape, action_dtype = action_space.shape, getattr(torch, str(action_space.dtype))
+    actions = torch.zeros((args.num_steps, args.num_envs, *action_shape), dtype=action_dtype, device=device)
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
     terminations = np.zeros((args.num_steps, args.num_envs), bool)
     truncations = np.zeros((args.num_steps, args.num_envs), bool)
     valid = np.zeros((args.num_steps, args.num_envs), bool)  # False on the rows that autoreset inserts
-    every_env = np.arange(args.num_envs)
+    every_env = torch.arange(args.num_envs, device=device)
 
     first_iteration, global_step, elapsed = 1, 0, 0.0
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
@@ -541,8 +547,8 @@ if __name__ == "__main__":
                     states[past - left] = observe()
             obs[past] = checkpoint["next_obs"]
             if "past_obs" in checkpoint:
-                obs[: past + 1] = checkpoint["past_obs"]
-                depths[: past + 1], ages[: past + 1] = checkpoint["past_ages"].numpy()
+                obs[: past + 1], depths[: past + 1] = checkpoint["past_obs"], checkpoint["past_depths"]
+                ages[: past + 1] = checkpoint["past_ages"]
         except (RuntimeError, ValueError, IndexError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
@@ -605,19 +611,21 @@ if __name__ == "__main__":
                 break
             row = past + step
             with torch.inference_mode():
-                policy_obs = stack_frames(obs, depths, np.full_like(every_env, row), every_env, args.stack_observations)
+                policy_obs = stack_frames(
+                    obs, depths, torch.full_like(every_env, row), every_env, args.stack_observations
+                )
                 action, logprob, _, value = agent.get_action_and_value(policy_obs)
             actions[step], logprobs[step], values[step] = action, logprob, value
             next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
             valid[step], rewards[step] = ~next_done, reward
             next_done = terminations[step] | truncations[step]
             obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
-            depths[row + 1] = np.where(valid[step], depths[row] + 1, 0)
             ages[row + 1] = np.where(valid[step] & (reward == 0), ages[row] + 1, 0)
-            if observe:
-                states[row + 1] = observe()
             episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
             episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
+            depths[row + 1] = (depths[row] + 1) * torch.from_numpy(valid[step]).to(device, non_blocking=True)
+            if observe:
+                states[row + 1] = observe()
             finished_returns += episode_returns[next_done].tolist()
             finished_lengths += episode_lengths[next_done].tolist()
         if stop_signals:
@@ -628,7 +636,8 @@ if __name__ == "__main__":
         total_rewards = torch.from_numpy(envs.learning_rewards(rewards, valid)).to(device)
         if icm:
             with torch.inference_mode():  # each frame's features once
-                phi = icm.features(obs[past:].flatten(0, 1).unsqueeze(1)).unflatten(0, (-1, args.num_envs))
+                rows = torch.arange(past, len(obs), device=device)
+                phi = embed_frames(icm.features, obs, depths, rows, icm.m)
                 bonus = icm.forward_error(phi[:-1], phi[1:], actions)
             if args.bonus_clip:
                 bonus = bonus.clamp(max=args.bonus_clip)
@@ -637,7 +646,9 @@ if __name__ == "__main__":
 
         # ADVANTAGE ###################################################################################################
         with torch.inference_mode():
-            policy_obs = stack_frames(obs, depths, np.full_like(every_env, row + 1), every_env, args.stack_observations)
+            policy_obs = stack_frames(
+                obs, depths, torch.full_like(every_env, row + 1), every_env, args.stack_observations
+            )
             values[-1] = agent.get_action_and_value(policy_obs)[3]
         device_terminations = torch.from_numpy(terminations).to(device)
         dones = torch.from_numpy(terminations | truncations).to(device)
@@ -652,10 +663,9 @@ if __name__ == "__main__":
         for _ in range(args.update_epochs):
             np.random.shuffle(b_inds)
             for host_inds in np.array_split(b_inds, args.num_minibatches):
-                mb_obs = stack_frames(
-                    obs, depths, past + host_inds // args.num_envs, host_inds % args.num_envs, args.stack_observations
-                )
                 mb_inds = torch.from_numpy(host_inds).to(device, non_blocking=True)
+                mb_rows, mb_envs = past + mb_inds // args.num_envs, mb_inds % args.num_envs
+                mb_obs = stack_frames(obs, depths, mb_rows, mb_envs, args.stack_observations)
                 _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, b_actions[mb_inds])
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
@@ -684,8 +694,7 @@ if __name__ == "__main__":
 
                 # ICM loss
                 if icm:
-                    rows, mb_envs = past + host_inds // args.num_envs, host_inds % args.num_envs
-                    both = [stack_frames(obs, depths, rows + ahead, mb_envs, 0) for ahead in (0, 1)]
+                    both = [stack_frames(obs, depths, mb_rows + ahead, mb_envs, icm.m) for ahead in (0, 1)]
                     phi, next_phi = icm.features(torch.cat(both)).chunk(2)
                     forward_loss = icm.forward_error(phi, next_phi, b_actions[mb_inds]).mean()
                     inverse_loss = icm.inverse_loss(phi, next_phi, b_actions[mb_inds]).mean()
@@ -733,8 +742,8 @@ if __name__ == "__main__":
 
         # CHECKPOINT ##################################################################################################
         obs[: past + 1] = obs[-past - 1 :].clone()
-        for kept in (depths, ages, states):
-            kept[: past + 1] = kept[-past - 1 :].copy()
+        depths[: past + 1] = depths[-past - 1 :].clone()
+        ages[: past + 1], states[: past + 1] = ages[-past - 1 :].copy(), states[-past - 1 :].copy()
         _, *numpy_rng = np.random.get_state()
         progress = {  # all that the next rollout will change, so that it can be left out when it is interrupted
             "script": script, "args": asdict(args), "versions": versions, "command": command, "iteration": iteration,
@@ -745,8 +754,8 @@ if __name__ == "__main__":
             "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all(),
         }  # fmt: skip
         if args.save_ring:
-            kept = torch.from_numpy(np.stack([depths[: past + 1], ages[: past + 1]]))
-            progress |= {"past_obs": obs[: past + 1].clone(), "past_ages": kept}
+            kept = [part[: past + 1].clone() for part in (obs, depths, torch.from_numpy(ages))]
+            progress |= dict(zip(("past_obs", "past_depths", "past_ages"), kept))
         if global_step >= next_checkpoint:
             save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
             next_checkpoint = global_step + args.checkpoint_interval

@@ -406,14 +406,21 @@ def make_agent(envs, args):
     return Agent(network, 512, int(envs.single_action_space.n))
 
 
-def stack_frames(obs, depths, rows, envs, m):
-    """The policy's input (B, m + 1, ...): the frames at (rows, envs), each after the m before it. At an episode's start
-    its first frame is repeated, so no stack crosses an episode. `depths`, steps since the frame's episode began, rows
-    and envs are numpy, on the host."""
-    back = np.minimum(np.arange(m, -1, -1), depths[rows, envs][:, None])  # (B, m + 1)
-    index = np.stack([rows[:, None] - back, np.broadcast_to(envs[:, None], back.shape)])
-    rows, envs = torch.from_numpy(index).to(obs.device, non_blocking=True)
-    return obs[rows, envs]
+def stack_frames(frames, depths, rows, envs, m):
+    """What a network sees (B, m + 1, ...): the frames at (rows, envs), each after the m before it. An episode's first
+    frame is repeated before it, so no stack crosses an episode; `depths` counts the steps since the episode began."""
+    if m == 0:
+        return frames[rows, envs].unsqueeze(1)
+    back = torch.minimum(torch.arange(m, -1, -1, device=rows.device), depths[rows, envs].unsqueeze(1))  # (B, m + 1)
+    return frames[(rows.unsqueeze(1) - back) % len(frames), envs.unsqueeze(1)]
+
+
+def embed_frames(embed, frames, depths, rows, m, chunk=1024):
+    """embed() of all environments' frames in these rows, (T, N, ...), by chunks that stay in the cache."""
+    envs = torch.arange(frames.shape[1], device=frames.device)
+    places = torch.cartesian_prod(rows, envs).split(chunk)
+    parts = [embed(stack_frames(frames, depths, *place.T, m)) for place in places]
+    return torch.cat(parts).unflatten(0, (len(rows), len(envs)))
 
 
 def gae(rewards, values, terminations, dones, gamma, gae_lambda):
@@ -434,6 +441,8 @@ class GridRNet(nn.Module):
     layer acts on the concatenation of two embeddings, W [a; b] = W_early a + W_late b, so both products are computed
     once per frame (`embed`) and a pair costs one addition and the layers after it (`compare`)."""
 
+    m = 0  # it sees single frames
+
     def __init__(self, envs, args, hidden=256):
         super().__init__()
         trunk = GridCNN(envs.single_observation_space.shape, args.encoding)
@@ -445,8 +454,8 @@ class GridRNet(nn.Module):
         self.late.weight.data = -self.early.weight.data
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(hidden, 1))
 
-    def embed(self, frames):  # (B, W, H, 3) uint8 -> (B, 2, hidden): as the early and as the late state of a pair
-        embedding = self.branch(frames.unsqueeze(1))
+    def embed(self, frames):  # (B, 1, W, H, 3) uint8 -> (B, 2, hidden): as the early and as the late state of a pair
+        embedding = self.branch(frames)
         return torch.stack([self.early(embedding), self.late(embedding)], 1)
 
     def compare(self, early, late):  # (B, hidden), (B, hidden) -> (B,) logits
@@ -457,25 +466,19 @@ def make_rnet(envs, args):
     return GridRNet(envs, args)
 
 
-def embed_frames(rnet, frames, chunk=1024):
-    """The embeddings (T, N, 2, hidden) of frames (T, N, ...), by chunks that stay in the cache."""
-    parts = [rnet.embed(part) for part in frames.flatten(0, 1).split(chunk)]
-    return torch.cat(parts).unflatten(0, frames.shape[:2])
-
-
 class Ring:
     """The last steps of each environment. `ages` counts a frame's steps since its segment began; a segment is cut at an
-    episode's start and after a non-zero reward, and no pair ever crosses a cut."""
+    episode's start and after a non-zero reward, and no pair ever crosses a cut. `depths` counts since the episode's."""
 
     def __init__(self, num_rows, num_envs, obs_shape, dtype, device):
         self.frames = torch.zeros((num_rows, num_envs, *obs_shape), dtype=dtype, device=device)
-        self.ages = torch.zeros((num_rows, num_envs), dtype=torch.int64, device=device)
+        self.depths, self.ages = torch.zeros((2, num_rows, num_envs), dtype=torch.int64, device=device)
         self.head = self.size = self.unseen = 0  # next row to write, rows in use, rows the RNet has not trained on
 
-    def add(self, frames, ages):
-        frames, ages = frames[-len(self.frames) :], ages[-len(self.frames) :]
+    def add(self, frames, depths, ages):
+        frames, depths, ages = (part[-len(self.frames) :] for part in (frames, depths, ages))
         rows = (self.head + torch.arange(len(frames), device=frames.device)) % len(self.frames)
-        self.frames[rows], self.ages[rows] = frames, ages
+        self.frames[rows], self.depths[rows], self.ages[rows] = frames, depths, ages
         self.head = (self.head + len(frames)) % len(self.frames)
         self.size, self.unseen = (min(n + len(frames), len(self.frames)) for n in (self.size, self.unseen))
 
@@ -489,8 +492,8 @@ class Ring:
     def load_state_dict(self, state):
         if state["frames"].shape != self.frames.shape:
             raise ValueError(f"a ring of {tuple(state['frames'].shape)}, not {tuple(self.frames.shape)}")
-        self.frames.copy_(state["frames"])
-        self.ages.copy_(state["ages"])
+        for name in ("frames", "depths", "ages"):
+            getattr(self, name).copy_(state[name])
         self.head, self.size, self.unseen = state["head"], state["size"], state["unseen"]
 
 
@@ -548,10 +551,10 @@ def sample_heldout(ages, k, tolerance, negative_bias, num_samples):
 
 
 def rnet_logits(rnet, anchors, positives, negatives):
-    """R(anchor, positive) and R(anchor, negative) as logits; each frame is embedded once."""
-    embeddings = rnet.embed(torch.cat([anchors, positives, negatives])).chunk(3)
-    early = embeddings[0][:, 0]
-    return rnet.compare(early, embeddings[1][:, 1]), rnet.compare(early, embeddings[2][:, 1])
+    """R(anchor, positive) and R(anchor, negative) as logits; each frame is embedded once. Both kinds of pairs are one
+    batch: normalized apart, they would look alike."""
+    anchors, *others = rnet.embed(torch.cat([anchors, positives, negatives])).chunk(3)
+    return rnet.compare(anchors[:, 0].repeat(2, *[1] * (anchors.ndim - 2)), torch.cat(others)[:, 1]).chunk(2)
 
 
 def rnet_loss(positive_logits, negative_logits, label_smoothing):
@@ -764,7 +767,7 @@ if __name__ == "__main__":
     rnet = ring = oracle = observe = None
     schedule = Schedule(args.rnet_start, ready=method == "gt-sprl")
     if method == "sprl":
-        rnet = make_rnet(envs, args).to(device)
+        rnet = make_rnet(envs, args).to(device).eval()
         rnet_optimizer = torch.optim.Adam(
             rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay, fused=True
         )
@@ -780,21 +783,18 @@ if __name__ == "__main__":
     window = args.k + args.num_tolerance_samples * args.tolerance if args.cost_scale else 0
     past = max(window, args.stack_observations)
     obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=obs_dtype, device=device)
-    depths = np.zeros((past + args.num_steps + 1, args.num_envs), np.int64)  # steps since the frame's episode began
-    ages = np.zeros_like(depths)  # steps since the frame's segment began: since the episode did, or the last reward
-    states = np.zeros_like(depths)  # what `observe` says of the frame
-    actions = torch.zeros(
-        (args.num_steps, args.num_envs, *action_space.shape),
-        dtype=getattr(torch, str(action_space.dtype)),
-        device=device,
-    )
+    depths = torch.zeros(obs.shape[:2], dtype=torch.int64, device=device)  # steps since the frame's episode began
+    ages = np.zeros(obs.shape[:2], np.int64)  # steps since its segment began: since the episode did, or the last reward
+    states = np.zeros(obs.shape[:2], np.int64)  # what `observe` says of the frame
+    action_shape, action_dtype = action_space.shape, getattr(torch, str(action_space.dtype))
+    actions = torch.zeros((args.num_steps, args.num_envs, *action_shape), dtype=action_dtype, device=device)
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
     terminations = np.zeros((args.num_steps, args.num_envs), bool)
     truncations = np.zeros((args.num_steps, args.num_envs), bool)
     valid = np.zeros((args.num_steps, args.num_envs), bool)  # False on the rows that autoreset inserts
-    every_env = np.arange(args.num_envs)
+    every_env = torch.arange(args.num_envs, device=device)
 
     first_iteration, global_step, elapsed = 1, 0, 0.0
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
@@ -815,8 +815,8 @@ if __name__ == "__main__":
                     states[past - left] = observe()
             obs[past] = checkpoint["next_obs"]
             if "past_obs" in checkpoint:
-                obs[: past + 1] = checkpoint["past_obs"]
-                depths[: past + 1], ages[: past + 1] = checkpoint["past_ages"].numpy()
+                obs[: past + 1], depths[: past + 1] = checkpoint["past_obs"], checkpoint["past_depths"]
+                ages[: past + 1] = checkpoint["past_ages"]
         except (RuntimeError, ValueError, IndexError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
@@ -884,19 +884,21 @@ if __name__ == "__main__":
                 break
             row = past + step
             with torch.inference_mode():
-                policy_obs = stack_frames(obs, depths, np.full_like(every_env, row), every_env, args.stack_observations)
+                policy_obs = stack_frames(
+                    obs, depths, torch.full_like(every_env, row), every_env, args.stack_observations
+                )
                 action, logprob, _, value = agent.get_action_and_value(policy_obs)
             actions[step], logprobs[step], values[step] = action, logprob, value
             next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
             valid[step], rewards[step] = ~next_done, reward
             next_done = terminations[step] | truncations[step]
             obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
-            depths[row + 1] = np.where(valid[step], depths[row] + 1, 0)
             ages[row + 1] = np.where(valid[step] & (reward == 0), ages[row] + 1, 0)
-            if observe:
-                states[row + 1] = observe()
             episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
             episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
+            depths[row + 1] = (depths[row] + 1) * torch.from_numpy(valid[step]).to(device, non_blocking=True)
+            if observe:
+                states[row + 1] = observe()
             finished_returns += episode_returns[next_done].tolist()
             finished_lengths += episode_lengths[next_done].tolist()
         if stop_signals:
@@ -911,8 +913,8 @@ if __name__ == "__main__":
                     oracle.forget(states)
                     embeddings = torch.from_numpy(states)[..., None, None].expand(-1, -1, 2, -1).to(device)
                 else:  # each frame is embedded once, and once more after the RNet has changed
-                    new = obs if embeddings is None else obs[past + 1 :]
-                    new = embed_frames(rnet, new)
+                    new = torch.arange(0 if embeddings is None else past + 1, len(obs), device=device)
+                    new = embed_frames(rnet.embed, obs, depths, new, rnet.m)
                     embeddings = new if embeddings is None else torch.cat([embeddings[-past - 1 :], new])
                 cost = ksp_cost(
                     oracle or rnet, embeddings, ages[past + 1 :], args.k, args.tolerance, args.num_tolerance_samples,
@@ -923,7 +925,9 @@ if __name__ == "__main__":
 
         # ADVANTAGE ###################################################################################################
         with torch.inference_mode():
-            policy_obs = stack_frames(obs, depths, np.full_like(every_env, row + 1), every_env, args.stack_observations)
+            policy_obs = stack_frames(
+                obs, depths, torch.full_like(every_env, row + 1), every_env, args.stack_observations
+            )
             values[-1] = agent.get_action_and_value(policy_obs)[3]
         device_terminations = torch.from_numpy(terminations).to(device)
         dones = torch.from_numpy(terminations | truncations).to(device)
@@ -938,10 +942,9 @@ if __name__ == "__main__":
         for _ in range(args.update_epochs):
             np.random.shuffle(b_inds)
             for host_inds in np.array_split(b_inds, args.num_minibatches):
-                mb_obs = stack_frames(
-                    obs, depths, past + host_inds // args.num_envs, host_inds % args.num_envs, args.stack_observations
-                )
                 mb_inds = torch.from_numpy(host_inds).to(device, non_blocking=True)
+                mb_rows, mb_envs = past + mb_inds // args.num_envs, mb_inds % args.num_envs
+                mb_obs = stack_frames(obs, depths, mb_rows, mb_envs, args.stack_observations)
                 _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, b_actions[mb_inds])
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
@@ -979,32 +982,35 @@ if __name__ == "__main__":
 
         # UPDATE RNET #################################################################################################
         if ring:
-            ring.add(obs[past:-1], torch.from_numpy(ages[past:-1]).to(device))
+            ring.add(obs[past:-1], depths[past:-1], torch.from_numpy(ages[past:-1]).to(device))
         if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
             # accuracy on what the RNet has not trained on yet (Appendix B)
-            rows = ring.rows(ring.unseen)
+            rows = ring.rows(min(ring.unseen, ring.size - rnet.m))  # a frame comes with the m before it
             *triplets, count = sample_heldout(ring.ages[rows], args.k, args.tolerance, args.negative_bias, 15_000)
             if int(count) > 0:
                 with torch.inference_mode():
                     anchors, positives, negatives, triplet_envs = triplets
-                    unseen = embed_frames(rnet, ring.frames[rows])
+                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m)
                     early = unseen[anchors, triplet_envs, 0]
                     positive_logits = rnet.compare(early, unseen[positives, triplet_envs, 1])
                     negative_logits = rnet.compare(early, unseen[negatives, triplet_envs, 1])
                     charts["rnet/heldout_accuracy"] = rnet_accuracy(positive_logits, negative_logits)
-            rows = ring.rows(ring.size)
+            rows = ring.rows(ring.size - rnet.m)
             *triplets, count = sample_triplets(
                 ring.ages[rows], args.k, args.negative_bias, args.positive_bias, args.negative_cap, args.rnet_triplets
             )
             triplets = torch.stack(triplets)[:, : int(count)]
             batch_accuracies = []
+            rnet.train()
             for *mb_rows, mb_envs in triplets.split(args.rnet_batch_size, 1):
-                positive_logits, negative_logits = rnet_logits(rnet, *(ring.frames[rows[r], mb_envs] for r in mb_rows))
+                mb_frames = (stack_frames(ring.frames, ring.depths, rows[r], mb_envs, rnet.m) for r in mb_rows)
+                positive_logits, negative_logits = rnet_logits(rnet, *mb_frames)
                 loss = rnet_loss(positive_logits, negative_logits, args.label_smoothing)
                 rnet_optimizer.zero_grad()
                 loss.backward()
                 rnet_optimizer.step()
                 batch_accuracies.append(rnet_accuracy(positive_logits.detach(), negative_logits.detach()))
+            rnet.eval()
             if batch_accuracies:
                 batch_accuracies = torch.stack(batch_accuracies).tolist()
                 charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
@@ -1043,8 +1049,8 @@ if __name__ == "__main__":
 
         # CHECKPOINT ##################################################################################################
         obs[: past + 1] = obs[-past - 1 :].clone()
-        for kept in (depths, ages, states):
-            kept[: past + 1] = kept[-past - 1 :].copy()
+        depths[: past + 1] = depths[-past - 1 :].clone()
+        ages[: past + 1], states[: past + 1] = ages[-past - 1 :].copy(), states[-past - 1 :].copy()
         _, *numpy_rng = np.random.get_state()
         progress = {  # all that the next rollout will change, so that it can be left out when it is interrupted
             "script": script, "args": asdict(args), "versions": versions, "command": command, "iteration": iteration,
@@ -1055,8 +1061,8 @@ if __name__ == "__main__":
             "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all(),
         }  # fmt: skip
         if args.save_ring:
-            kept = torch.from_numpy(np.stack([depths[: past + 1], ages[: past + 1]]))
-            progress |= {"past_obs": obs[: past + 1].clone(), "past_ages": kept}
+            kept = [part[: past + 1].clone() for part in (obs, depths, torch.from_numpy(ages))]
+            progress |= dict(zip(("past_obs", "past_depths", "past_ages"), kept))
         if global_step >= next_checkpoint:
             save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
             next_checkpoint = global_step + args.checkpoint_interval

@@ -90,10 +90,11 @@ def most_likely(agent, policy_obs, num_actions):
 def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, video_episodes=3, max_frames=300):
     """Plays until environment i has finished quotas[i] episodes and returns their rows (i, return, steps). Were it
     simply the first episodes to finish, short ones would be over-counted. `frames` collects environment 0's images."""
-    every_env, device = np.arange(envs.num_envs), next(agent.parameters()).device
+    device = next(agent.parameters()).device
+    every_env = torch.arange(envs.num_envs, device=device)
     next_obs, _ = envs.reset(seed=seed)
     obs = torch.from_numpy(np.stack([next_obs] * (m + 1))).to(device)  # (m + 1, N, ...), the newest is last
-    depths = np.zeros((m + 1, envs.num_envs), np.int64)  # steps since the frame's episode began
+    depths = torch.zeros((m + 1, envs.num_envs), dtype=torch.int64, device=device)  # steps since the episode began
     next_done, returns, lengths = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs), np.zeros(envs.num_envs, int)
     played, episodes = np.zeros(envs.num_envs, int), []
     if frames is not None:
@@ -101,7 +102,7 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
     with tqdm(total=int(quotas.sum()), unit="episode") as bar:
         while (played < quotas).any():
             with torch.inference_mode():
-                policy_obs = stack_frames(obs, depths, np.full_like(every_env, m), every_env, m)
+                policy_obs = stack_frames(obs, depths, torch.full_like(every_env, m), every_env, m)
                 if greedy:
                     action = most_likely(agent, policy_obs, int(envs.single_action_space.n))
                 else:
@@ -112,7 +113,7 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
             valid = ~next_done  # False on the row that autoreset inserts
             next_done = terminations | truncations
             obs = torch.cat([obs[1:], torch.from_numpy(next_obs)[None].to(device)])
-            depths = np.concatenate([depths[1:], np.where(valid, depths[-1:] + 1, 0)])
+            depths = torch.cat([depths[1:], (depths[-1:] + 1) * torch.from_numpy(valid).to(device)])
             returns, lengths = np.where(valid, returns + reward, 0.0), np.where(valid, lengths + 1, 0)
             for i in np.flatnonzero(next_done & (played < quotas)):
                 episodes.append((int(i), float(returns[i]), int(lengths[i])))

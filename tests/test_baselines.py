@@ -180,7 +180,7 @@ def test_eco_rewards_are_those_of_the_lists(run):
         torch.set_rng_state(shot["rng"])
         with torch.no_grad():
             slots = torch.randint(6, added.shape)
-            similarity = memory.similarities(shot["rnet"], frames[1:], ~shot["valid"], slots, 70)
+            similarity = memory.similarities(shot["rnet"], frames[1:].unsqueeze(2), ~shot["valid"], slots, 70)
         np.testing.assert_allclose(added, 0.1 * (0.3 - similarity), atol=1e-6)
         assert shot["charts"]["eco/bonus"].item() == pytest.approx((0.3 - similarity)[shot["valid"]].mean(), rel=1e-5)
     assert ready == [False, False, True, False, True, True, True] and memory.replaced > 10

@@ -38,7 +38,8 @@ def test_policy_parts(script):
         script.make_agent(fake_envs(), script.Args(stack_observations=1)).to(META),
         random_frames(20, 4).to(META),
     )
-    obs = script.stack_frames(frames, np.ones((20, 4), np.int64), np.arange(8), np.arange(8) % 4, 1)
+    rows = torch.arange(8, device=META)
+    obs = script.stack_frames(frames, torch.ones((20, 4), dtype=torch.int64, device=META), rows, rows % 4, 1)
     for action in (None, torch.zeros(8, dtype=torch.int64, device=META)):
         action, logprob, entropy, value = agent.get_action_and_value(obs, action)
         (logprob + entropy + value).sum().backward()
@@ -53,7 +54,7 @@ def test_reachability_parts(script, meta_rnet):
         torch.from_numpy(random_ages(np.random.default_rng(0), 50, 4, 0.05)),
     )
     for _ in range(2):
-        ring.add(random_frames(30, 4).to(META), ages[:30].to(META))
+        ring.add(random_frames(30, 4).to(META), ages[:30].to(META), ages[:30].to(META))
     rows = ring.rows(ring.size)
     samples = [
         *script.sample_triplets(ring.ages[rows], 2, 5, 5, True, 64),
@@ -61,12 +62,14 @@ def test_reachability_parts(script, meta_rnet):
     ]
     assert {tensor.device for tensor in samples} == {META}
     optimizer = torch.optim.Adam(meta_rnet.parameters(), weight_decay=1e-4)
-    logits = script.rnet_logits(meta_rnet, *(ring.frames[rows[r], samples[3]] for r in samples[:3]))
+    logits = script.rnet_logits(
+        meta_rnet, *(script.stack_frames(ring.frames, ring.depths, rows[r], samples[3], 0) for r in samples[:3])
+    )
     script.rnet_loss(*logits, 0.1).backward()
     optimizer.step()
     assert script.rnet_accuracy(*logits).device == META
     with torch.inference_mode():
-        embeddings = meta_rnet.embed(random_frames(50, 4).to(META).flatten(0, 1)).unflatten(0, (50, 4))
+        embeddings = script.embed_frames(meta_rnet.embed, ring.frames, ring.depths, rows, 0)
         assert script.ksp_cost(meta_rnet, embeddings, ages[30:].numpy(), 2, 1, 10, 90.0).device == META
 
 

@@ -50,11 +50,16 @@ def test_gae_is_the_sum_of_discounted_deltas(seed, gamma, gae_lambda):
 
 
 def test_stack_frames_by_hand(script):
-    """Frames 0..5 of one world; a segment begins at frame 3. Two frames of history, none from before it."""
-    obs, ages = torch.arange(6).view(6, 1, 1, 1, 1), np.array([[7], [8], [9], [0], [1], [2]])
-    rows = np.array([2, 3, 4, 5])
-    stacks = script.stack_frames(obs, ages, rows, np.zeros(4, np.int64), 2).flatten(1)
-    assert stacks.tolist() == [[0, 1, 2], [3, 3, 3], [3, 3, 4], [3, 4, 5]]
+    """Frames 0..5 of one world; an episode begins at frame 3. Two frames of history, none from before it. In a ring
+    the rows before the first are the last."""
+    frames, depths = torch.arange(6).view(6, 1, 1, 1, 1), torch.tensor([[7], [8], [9], [0], [1], [2]])
+    for rows, expected in (
+        ([2, 3, 4, 5], [[0, 1, 2], [3, 3, 3], [3, 3, 4], [3, 4, 5]]),
+        ([0, 1], [[4, 5, 0], [5, 0, 1]]),
+    ):
+        rows = torch.tensor(rows)
+        assert script.stack_frames(frames, depths, rows, torch.zeros_like(rows), 2).flatten(1).tolist() == expected
+        assert script.stack_frames(frames, depths, rows, torch.zeros_like(rows), 0).flatten().tolist() == rows.tolist()
 
 
 def test_network_by_hand(script):
@@ -83,8 +88,8 @@ def test_network_by_hand(script):
 
 @pytest.mark.parametrize("flags, m", [(PPO, 0), (PPO + " --stack-observations 2", 2), (SPRL, 0)])
 def test_rollout_storage_is_what_happened(script, run, flags, m):
-    """A second set of worlds plays the stored actions; observations, rewards, ends, autoreset rows, depths, ages, values
-    and log-probabilities of three rollouts must be those that follow."""
+    """A second set of worlds plays the stored actions; observations, rewards, ends, autoreset rows, depths, ages,
+    values and log-probabilities of three rollouts must be those that follow."""
     probe = snapshot("obs rewards terminations truncations valid depths ages actions values logprobs agent past")
     result = run(flags + steps(3), probes={"UPDATE POLICY": probe})
     args, trace = result["args"], result["trace"]

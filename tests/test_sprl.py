@@ -38,12 +38,12 @@ def test_ring_keeps_the_newest_rows_in_order(num_rows, lengths, train_after):
     written, unseen = 0, 0
     for i, length in enumerate(lengths):
         ids = torch.arange(written, written + length)[:, None] * 2 + torch.arange(2)  # (length, 2), all different
-        ring.add(ids[..., None, None, None].expand(-1, -1, 1, 1, 3).to(torch.uint8), ids)
+        ring.add(ids[..., None, None, None].expand(-1, -1, 1, 1, 3).to(torch.uint8), -ids, ids)
         written, unseen = written + length, unseen + length
         rows, newest = ring.rows(ring.size), 2 * torch.arange(written)[-num_rows:]
         assert ring.size == len(newest) and ring.unseen == min(unseen, num_rows)
         for n in range(2):
-            assert ring.ages[rows, n].tolist() == (newest + n).tolist()
+            assert ring.ages[rows, n].tolist() == (newest + n).tolist() == (-ring.depths[rows, n]).tolist()
             assert ring.frames[rows, n, 0, 0, 2].tolist() == ((newest + n) % 256).tolist()
         assert ring.rows(ring.unseen).tolist() == rows.tolist()[len(rows) - ring.unseen :]
         if i == train_after:
@@ -203,10 +203,10 @@ def pair_scores(rnet, frames):
 def test_split_comparator_is_the_concatenated_one(script):
     rnet, frames = make_rnet(script), random_frames(9)
     assert rnet.early.weight.shape == rnet.late.weight.shape == (256, 128) and rnet.late.bias is None
-    early, late = rnet.embed(frames).unbind(1)
+    early, late = rnet.embed(frames.unsqueeze(1)).unbind(1)
     mine = torch.stack([rnet.compare(early[i].expand(9, -1), late) for i in range(9)]).sigmoid()
     torch.testing.assert_close(mine, pair_scores(rnet, frames))
-    anchors, positives, negatives = frames.chunk(3)
+    anchors, positives, negatives = frames.unsqueeze(1).chunk(3)
     with torch.no_grad():
         logits = script.rnet_logits(rnet, anchors, positives, negatives)
     for logit, offset in zip(logits, (3, 6)):
@@ -281,7 +281,7 @@ def test_cost_over_several_rollouts(script, num_samples, q, tolerance):
             cut = (rewards[start + t] != 0) | began[start + t]
             ages[past + t + 1] = np.where(cut, 0, ages[past + t] + 1)
         with torch.inference_mode():
-            anew = rnet.embed(obs.flatten(0, 1)).unflatten(0, (rows, num_envs))
+            anew = rnet.embed(obs.flatten(0, 1).unsqueeze(1)).unflatten(0, (rows, num_envs))
             kept = anew if kept is None else torch.cat([kept[num_steps:], anew[past + 1 :]])
             settings_ = (k, tolerance, num_samples, q)
             mine, again = (script.ksp_cost(rnet, x, ages[past + 1 :], *settings_, chunk=100) for x in (kept, anew))
