@@ -13,6 +13,7 @@ import difflib
 import os
 import platform
 import random
+import resource
 import shlex
 import signal
 import subprocess
@@ -66,7 +67,7 @@ class Args:
     resume: str | None = None
     """path of an agent.pt to go on from; its settings hold unless a flag says otherwise"""
     save_ring: bool = False
-    """if toggled, checkpoints hold the replay ring too, and a resumed run repeats an uninterrupted one bit by bit"""
+    """if toggled, checkpoints hold the replay ring too; then a resumed MiniGrid run repeats an unbroken one exactly"""
 
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"
@@ -74,7 +75,7 @@ class Args:
     total_timesteps: int = 500_000
     """total environment steps of the experiment"""
     learning_rate: float = 0.003
-    """learning rate of the policy's Adam (paper's table: 0.003 for PPO, 0.01 for SPRL)"""
+    """learning rate of the policy's Adam (paper: MiniGrid 0.003, SPRL there 0.01; Atari and Fetch 5e-4; DMLab 3e-4)"""
     num_envs: int = 12
     """number of parallel environments (paper: 12)"""
     num_steps: int = 256
@@ -98,39 +99,39 @@ class Args:
     clip_vloss: bool = True
     """clip the value loss by the same range"""
     ent_coef: float = 0.01
-    """entropy bonus (paper's table: 0.01)"""
+    """entropy bonus (paper: 0.01; SPRL, ECO and ICM on Fetch 0.001; DMLab 0.001 to 0.007 by method)"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """largest norm of the policy's gradient"""
     max_episode_steps: int = 100
-    """time limit of an episode; reaching it is a truncation (paper: 100)"""
+    """time limit of an episode; reaching it is a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000)"""
     encoding: Literal["onehot", "raw"] = "onehot"
     """network input: one-hot cell codes, or the paper's plain numbers divided by 10"""
     stack_observations: int = 0
-    """m: the policy sees the last m observations besides the current one (paper: 0 is best)"""
+    """m: the policy sees the last m observations besides the current one (paper: 0 is best; Atari 3)"""
 
     # ECO
     bonus_scale: float = 0.001
-    """weight of the bonus; 0 is plain PPO (paper's table: ECO 0.001, ICM 0.1, GT-Grid 0.01)"""
+    """weight of the bonus; 0 is plain PPO (paper on MiniGrid: ECO 0.001, ICM 0.1, GT-Grid 0.01)"""
     bonus_bias: float = 0.5
     """the bonus is bias - similarity, the similarity being the memory's percentile (authors' DMLab code: 0.5)"""
     k: int = 3
-    """k of the k-SP constraint; the RNet's positives lie within k steps (paper's table: SPRL 2, ECO 3)"""
+    """k of the k-SP constraint; RNet positives lie within k steps (paper: MiniGrid 2, DMLab and Fetch 10, Atari 12)"""
     memory_size: int = 200
     """states in the episodic memory of each environment (authors' code: 200)"""
     memory_percentile: float = 90.0
     """percentile of the RNet's outputs against the memory that is a state's similarity (authors' code: 90)"""
     ring_size: int = 60_000
-    """the RNet learns from the agent's last this many steps (paper: 60K)"""
+    """the RNet learns from the agent's last this many steps (paper: MiniGrid and DMLab 60K, Atari and Fetch 30K)"""
     negative_bias: int = 20
-    """Delta-: negatives lie at least k + Delta- steps after the anchor (paper's table: 20)"""
+    """Delta-: negatives lie at least k + Delta- steps after the anchor (paper: 20; Atari 80, Fetch 12)"""
     positive_bias: int = 5
-    """Delta+: the next anchor lies 1..Delta+ steps after the positive (paper's table: 5)"""
+    """Delta+: the next anchor lies 1..Delta+ steps after the positive (paper: 5)"""
     negative_cap: bool = False
     """draw negatives from the first 10 % beyond k + Delta- (authors' code) and not up to the segment's end (paper)"""
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)
-    """steps between RNet trainings during the first 1M steps, the next 1M, and after (paper: 6K, 12K, 36K)"""
+    """steps between RNet trainings in the first 1M steps, the next 1M, then (paper: 6K, 12K, 36K; Atari 6K, 150K)"""
     rnet_start: int = 15_000
     """steps in the ring before the first RNet training (authors' code: 15K)"""
     rnet_triplets: int = 2_500
@@ -140,9 +141,11 @@ class Args:
     rnet_learning_rate: float = 1e-3
     """learning rate of the RNet's Adam (authors' code: 3e-4)"""
     rnet_weight_decay: float = 1e-4
-    """L2 penalty of the RNet (authors' code: 1e-4)"""
+    """L2 penalty of the RNet (authors' DMLab code: 1e-4; paper on Atari: 0.03)"""
     label_smoothing: float = 0.1
     """label smoothing of the RNet's loss (authors' code: 0.1)"""
+    heldout_pairs: int = 15_000
+    """pairs of each kind that measure the RNet's accuracy before it trains on them (paper: 15K; Atari, Fetch 7,500)"""
     rnet_ready_accuracy: float = 0.75
     """the cost is 0 until the mean of the last 20 training accuracies passes this (authors' code: 0.75)"""
 
@@ -154,7 +157,7 @@ def domain_defaults(argv):
 
 RANGES = {  # what check_args accepts: (lowest, highest)
     (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
-    "ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals memory_size",
+    "ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals heldout_pairs memory_size",
     (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
     "stack_observations bonus_scale negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
     (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
@@ -439,7 +442,7 @@ class GridRNet(nn.Module):
     layer acts on the concatenation of two embeddings, W [a; b] = W_early a + W_late b, so both products are computed
     once per frame (`embed`) and a pair costs one addition and the layers after it (`compare`)."""
 
-    m = 0  # it sees single frames
+    m, chunk = 0, 16_384  # it sees single frames; pairs compared at a time, so that they stay in the cache
 
     def __init__(self, envs, args, hidden=256):
         super().__init__()
@@ -462,6 +465,13 @@ class GridRNet(nn.Module):
 
 def make_rnet(envs, args):
     return GridRNet(envs, args)
+
+
+def compare_pairs(rnet, embeddings, early, late):
+    """Logits of pairs of embeddings (B, 2, ...), given by their numbers, by chunks of bounded memory."""
+    pairs = zip(early.split(rnet.chunk), late.split(rnet.chunk))
+    logits = [rnet.compare(embeddings[a, 0], embeddings[b, 1]) for a, b in pairs]
+    return torch.cat(logits) if logits else torch.zeros(0, device=embeddings.device)
 
 
 class Ring:
@@ -934,14 +944,13 @@ if __name__ == "__main__":
         if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
             # accuracy on what the RNet has not trained on yet (Appendix B)
             rows = ring.rows(min(ring.unseen, ring.size - rnet.m))  # a frame comes with the m before it
-            *triplets, count = sample_heldout(ring.ages[rows], args.k, 0, args.negative_bias, 15_000)
+            *triplets, count = sample_heldout(ring.ages[rows], args.k, 0, args.negative_bias, args.heldout_pairs)
             if int(count) > 0:
                 with torch.inference_mode():
-                    anchors, positives, negatives, triplet_envs = triplets
-                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m)
-                    early = unseen[anchors, triplet_envs, 0]
-                    positive_logits = rnet.compare(early, unseen[positives, triplet_envs, 1])
-                    negative_logits = rnet.compare(early, unseen[negatives, triplet_envs, 1])
+                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m).flatten(0, 1)
+                    anchors, positives, negatives = (part * args.num_envs + triplets[3] for part in triplets[:3])
+                    positive_logits = compare_pairs(rnet, unseen, anchors, positives)
+                    negative_logits = compare_pairs(rnet, unseen, anchors, negatives)
                     charts["rnet/heldout_accuracy"] = rnet_accuracy(positive_logits, negative_logits)
             rows = ring.rows(ring.size - rnet.m)
             *triplets, count = sample_triplets(
@@ -1027,10 +1036,13 @@ if __name__ == "__main__":
     if stop_signals:
         resume = f", resume: python {script} --resume {run_dir}/agent.pt" if kept else " before anything was learned"
         print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     print(
         f"{method} {args.env_id} seed {args.seed}: return {np.mean(recent or [0]):.3f}, success "
         f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
-        f"{elapsed + time.time() - start_time:.0f} s" + f"; {run_dir}/agent.pt, {run_dir}/curve.png" * kept
+        f"{elapsed + time.time() - start_time:.0f} s, {peak:.1f} GB of memory at most"
+        + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
+        * kept
     )
     if not saved:
         sys.exit(1)

@@ -14,6 +14,7 @@ import difflib
 import os
 import platform
 import random
+import resource
 import shlex
 import signal
 import subprocess
@@ -68,7 +69,7 @@ class Args:
     resume: str | None = None
     """path of an agent.pt to go on from; its settings hold unless a flag says otherwise"""
     save_ring: bool = False
-    """if toggled, checkpoints hold the replay ring too, and a resumed run repeats an uninterrupted one bit by bit"""
+    """if toggled, checkpoints hold the replay ring too; then a resumed MiniGrid run repeats an unbroken one exactly"""
 
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"
@@ -76,7 +77,7 @@ class Args:
     total_timesteps: int = 500_000
     """total environment steps of the experiment"""
     learning_rate: float = 0.003
-    """learning rate of the policy's Adam (paper's table: 0.003 for PPO, 0.01 for SPRL)"""
+    """learning rate of the policy's Adam (paper: MiniGrid 0.003, SPRL there 0.01; Atari and Fetch 5e-4; DMLab 3e-4)"""
     num_envs: int = 12
     """number of parallel environments (paper: 12)"""
     num_steps: int = 256
@@ -100,43 +101,43 @@ class Args:
     clip_vloss: bool = True
     """clip the value loss by the same range"""
     ent_coef: float = 0.01
-    """entropy bonus (paper's table: 0.01)"""
+    """entropy bonus (paper: 0.01; SPRL, ECO and ICM on Fetch 0.001; DMLab 0.001 to 0.007 by method)"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """largest norm of the policy's gradient"""
     max_episode_steps: int = 100
-    """time limit of an episode; reaching it is a truncation (paper: 100)"""
+    """time limit of an episode; reaching it is a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000)"""
     encoding: Literal["onehot", "raw"] = "onehot"
     """network input: one-hot cell codes, or the paper's plain numbers divided by 10"""
     stack_observations: int = 0
-    """m: the policy sees the last m observations besides the current one (paper: 0 is best)"""
+    """m: the policy sees the last m observations besides the current one (paper: 0 is best; Atari 3)"""
 
     # SPRL
     cost_scale: float = 0.02
-    """lambda, the weight of the k-SP cost; 0 is plain PPO (paper's table: 0.002)"""
+    """lambda, the weight of the k-SP cost; 0 is plain PPO (paper: MiniGrid 0.002, DMLab 0.06, Atari and Fetch 0.05)"""
     cost_bias: float = 0.0
-    """the reward becomes r + lambda * (bias - cost) (paper: 0 on MiniGrid)"""
+    """the reward becomes r + lambda * (bias - cost) (paper: 0, Fetch 1; authors' DMLab code: 0.5)"""
     k: int = 2
-    """k of the k-SP constraint; the RNet's positives lie within k steps (paper's table: SPRL 2, ECO 3)"""
+    """k of the k-SP constraint; RNet positives lie within k steps (paper: MiniGrid 2, DMLab and Fetch 10, Atari 12)"""
     tolerance: int = 1
-    """Delta t: how far apart the compared older states lie, >= 0 (paper's table: 1)"""
+    """Delta t: how far apart the compared older states lie, >= 0 (paper: 1)"""
     num_tolerance_samples: int = 60
-    """N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N; 1 is the paper's Eq. 18 (paper's table: 60)"""
+    """N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N (paper: MiniGrid 60, DMLab and Atari 200, Fetch 20)"""
     cost_percentile: float = 90.0
     """the cost is 1 where this percentile of the N outputs exceeds 0.5 (paper: 90)"""
     rnet: Literal["learned", "oracle"] = "learned"
     """judge reachability by the learned network, or by the grid's own dynamics (GT-SPRL, Appendix B)"""
     ring_size: int = 60_000
-    """the RNet learns from the agent's last this many steps (paper: 60K)"""
+    """the RNet learns from the agent's last this many steps (paper: MiniGrid and DMLab 60K, Atari and Fetch 30K)"""
     negative_bias: int = 20
-    """Delta-: negatives lie at least k + Delta- steps after the anchor (paper's table: 20)"""
+    """Delta-: negatives lie at least k + Delta- steps after the anchor (paper: 20; Atari 80, Fetch 12)"""
     positive_bias: int = 5
-    """Delta+: the next anchor lies 1..Delta+ steps after the positive (paper's table: 5)"""
+    """Delta+: the next anchor lies 1..Delta+ steps after the positive (paper: 5)"""
     negative_cap: bool = False
     """draw negatives from the first 10 % beyond k + Delta- (authors' code) and not up to the segment's end (paper)"""
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)
-    """steps between RNet trainings during the first 1M steps, the next 1M, and after (paper: 6K, 12K, 36K)"""
+    """steps between RNet trainings in the first 1M steps, the next 1M, then (paper: 6K, 12K, 36K; Atari 6K, 150K)"""
     rnet_start: int = 15_000
     """steps in the ring before the first RNet training (authors' code: 15K)"""
     rnet_triplets: int = 2_500
@@ -146,16 +147,18 @@ class Args:
     rnet_learning_rate: float = 1e-3
     """learning rate of the RNet's Adam (authors' code: 3e-4)"""
     rnet_weight_decay: float = 1e-4
-    """L2 penalty of the RNet (authors' code: 1e-4)"""
+    """L2 penalty of the RNet (authors' DMLab code: 1e-4; paper on Atari: 0.03)"""
     label_smoothing: float = 0.1
     """label smoothing of the RNet's loss (authors' code: 0.1)"""
+    heldout_pairs: int = 15_000
+    """pairs of each kind that measure the RNet's accuracy before it trains on them (paper: 15K; Atari, Fetch 7,500)"""
     rnet_ready_accuracy: float = 0.75
     """the cost is 0 until the mean of the last 20 training accuracies passes this (authors' code: 0.75)"""
 
 
 RANGES = {  # what check_args accepts: (lowest, highest)
     (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
-    "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals",
+    "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals heldout_pairs",
     (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
     "stack_observations cost_scale tolerance negative_bias rnet_start rnet_learning_rate rnet_weight_decay",
     (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
@@ -184,7 +187,7 @@ def check_args(args):
 
 def check_window(args):
     window = max(args.num_tolerance_samples * args.tolerance, args.negative_bias) + args.k
-    if args.cost_scale and args.rnet == "learned" and args.ring_size // args.num_envs <= window:
+    if args.cost_scale and args.ring_size // args.num_envs <= window:
         need = (window + 1) * args.num_envs
         fail(f"--ring-size {args.ring_size} is shorter than the window, accepted: {need} or more for these settings")
 
@@ -441,7 +444,7 @@ class GridRNet(nn.Module):
     layer acts on the concatenation of two embeddings, W [a; b] = W_early a + W_late b, so both products are computed
     once per frame (`embed`) and a pair costs one addition and the layers after it (`compare`)."""
 
-    m = 0  # it sees single frames
+    m, chunk = 0, 16_384  # it sees single frames; pairs compared at a time, so that they stay in the cache
 
     def __init__(self, envs, args, hidden=256):
         super().__init__()
@@ -464,6 +467,13 @@ class GridRNet(nn.Module):
 
 def make_rnet(envs, args):
     return GridRNet(envs, args)
+
+
+def compare_pairs(rnet, embeddings, early, late):
+    """Logits of pairs of embeddings (B, 2, ...), given by their numbers, by chunks of bounded memory."""
+    pairs = zip(early.split(rnet.chunk), late.split(rnet.chunk))
+    logits = [rnet.compare(embeddings[a, 0], embeddings[b, 1]) for a, b in pairs]
+    return torch.cat(logits) if logits else torch.zeros(0, device=embeddings.device)
 
 
 class Ring:
@@ -592,6 +602,8 @@ class Oracle:
     Farama's own step(), keys and doors included. `observe` gives each state a number and keeps its ball, the numbers of
     all states within k - 1 steps; `compare` looks a pair up. Deterministic worlds only."""
 
+    chunk = 16_384  # pairs looked up at a time
+
     def __init__(self, worlds, radius):
         self.worlds, self.radius, self.count, self.balls = worlds, radius, 0, {}
         self.grids, self.numbers = [None for _ in worlds], [{} for _ in worlds]
@@ -664,23 +676,21 @@ def percentile(scores, q):
     return torch.lerp(top[..., -1], above, position - below)
 
 
-def ksp_cost(rnet, embeddings, ages, k, tolerance, num_tolerance_samples, q, chunk=16_384):
+def ksp_cost(rnet, embeddings, ages, k, tolerance, num_tolerance_samples, q):
     """The k-SP cost (T, N) of the newest T frames: c_t = I[ the q-th percentile over n = 1..N of
     Rnet_{k-1}(s_{t-(k+n*Dt)}, s_t) > 0.5 ], Eq. 18 for N = 1. A pair counts as 0 unless both states are in one segment:
     the older lies k + n*Dt steps back, so the state's age (T, N) must be at least that (no reward, no reset between).
-    The ages live on the host, so the valid pairs are listed without waiting for the device."""
+    The ages live on the host, so the valid pairs are listed without waiting for the device. A state with so few of them
+    that the zeros of the others reach the percentile costs nothing, and is not looked at."""
     (num_steps, num_envs), device = ages.shape, embeddings.device
     gaps = k + tolerance * np.arange(1, num_tolerance_samples + 1)  # (N,)
-    steps, envs, samples = (ages[..., None] >= gaps).nonzero()
+    fewest = max(len(gaps) - 1 - int(q / 100 * (len(gaps) - 1)), 1)  # non-zero outputs below which the percentile is 0
+    steps, envs, samples = ((ages[..., None] >= gaps) & (ages >= gaps[fewest - 1])[..., None]).nonzero()
     late = (len(embeddings) - num_steps + steps) * num_envs + envs
     pairs = np.stack([late - gaps[samples] * num_envs, late, (steps * num_envs + envs) * len(gaps) + samples])
     early, late, slots = torch.from_numpy(pairs).to(device, non_blocking=True)
-    flat = embeddings.flatten(0, 1)
-    as_early, as_late = flat[:, 0], flat[:, 1]
     scores = torch.zeros(num_steps * num_envs * len(gaps), device=device)
-    for start in range(0, pairs.shape[1], chunk):  # a chunk stays in the cache
-        mb = slice(start, start + chunk)
-        scores[slots[mb]] = rnet.compare(as_early[early[mb]], as_late[late[mb]]).sigmoid()
+    scores[slots] = compare_pairs(rnet, embeddings.flatten(0, 1), early, late).float().sigmoid()
     scores = scores.view(num_steps, num_envs, len(gaps))
     return (percentile(scores, q) > 0.5).float()
 
@@ -781,7 +791,7 @@ if __name__ == "__main__":
 
     # rows before `past` hold what the window and the frame stack still need of earlier rollouts
     window = args.k + args.num_tolerance_samples * args.tolerance if args.cost_scale else 0
-    past = max(window, args.stack_observations)
+    past = window + args.stack_observations
     obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=obs_dtype, device=device)
     depths = torch.zeros(obs.shape[:2], dtype=torch.int64, device=device)  # steps since the frame's episode began
     ages = np.zeros(obs.shape[:2], np.int64)  # steps since its segment began: since the episode did, or the last reward
@@ -986,14 +996,15 @@ if __name__ == "__main__":
         if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
             # accuracy on what the RNet has not trained on yet (Appendix B)
             rows = ring.rows(min(ring.unseen, ring.size - rnet.m))  # a frame comes with the m before it
-            *triplets, count = sample_heldout(ring.ages[rows], args.k, args.tolerance, args.negative_bias, 15_000)
+            *triplets, count = sample_heldout(
+                ring.ages[rows], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
+            )
             if int(count) > 0:
                 with torch.inference_mode():
-                    anchors, positives, negatives, triplet_envs = triplets
-                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m)
-                    early = unseen[anchors, triplet_envs, 0]
-                    positive_logits = rnet.compare(early, unseen[positives, triplet_envs, 1])
-                    negative_logits = rnet.compare(early, unseen[negatives, triplet_envs, 1])
+                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m).flatten(0, 1)
+                    anchors, positives, negatives = (part * args.num_envs + triplets[3] for part in triplets[:3])
+                    positive_logits = compare_pairs(rnet, unseen, anchors, positives)
+                    negative_logits = compare_pairs(rnet, unseen, anchors, negatives)
                     charts["rnet/heldout_accuracy"] = rnet_accuracy(positive_logits, negative_logits)
             rows = ring.rows(ring.size - rnet.m)
             *triplets, count = sample_triplets(
@@ -1079,10 +1090,13 @@ if __name__ == "__main__":
     if stop_signals:
         resume = f", resume: python {script} --resume {run_dir}/agent.pt" if kept else " before anything was learned"
         print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     print(
         f"{method} {args.env_id} seed {args.seed}: return {np.mean(recent or [0]):.3f}, success "
         f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
-        f"{elapsed + time.time() - start_time:.0f} s" + f"; {run_dir}/agent.pt, {run_dir}/curve.png" * kept
+        f"{elapsed + time.time() - start_time:.0f} s, {peak:.1f} GB of memory at most"
+        + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
+        * kept
     )
     if not saved:
         sys.exit(1)

@@ -266,6 +266,7 @@ def test_cost_over_several_rollouts(script, num_samples, q, tolerance):
     began = rng.random((4 * num_steps, num_envs)) < 0.02
     began[:, 2] = rewards[:, 2] = 0  # here the whole window is used
     rnet = make_rnet(script)
+    rnet.chunk = 100
     logits = pair_scores(rnet, frames).logit()
     with torch.no_grad():  # a network that says yes in some cases
         rnet.head[-1].bias -= logits.quantile(0.5 if num_samples == 1 else q / 100 - 0.02)
@@ -284,7 +285,7 @@ def test_cost_over_several_rollouts(script, num_samples, q, tolerance):
             anew = rnet.embed(obs.flatten(0, 1).unsqueeze(1)).unflatten(0, (rows, num_envs))
             kept = anew if kept is None else torch.cat([kept[num_steps:], anew[past + 1 :]])
             settings_ = (k, tolerance, num_samples, q)
-            mine, again = (script.ksp_cost(rnet, x, ages[past + 1 :], *settings_, chunk=100) for x in (kept, anew))
+            mine, again = (script.ksp_cost(rnet, x, ages[past + 1 :], *settings_) for x in (kept, anew))
         assert torch.equal(mine, again)
         costs.append(mine)
         obs[: past + 1], ages[: past + 1] = obs[num_steps:].clone(), ages[num_steps:].copy()
@@ -340,7 +341,7 @@ def test_heldout_accuracy_of_a_run(script, run):
             torch.cat([torch.as_tensor(r[name][r["past"] : -1]) for r in rollouts]) for name in ("obs", "ages")
         )
         torch.set_rng_state(shot["torch_rng"])
-        *rows, envs, _ = script.sample_heldout(ages, args.k, args.tolerance, args.negative_bias, 15_000)
+        *rows, envs, _ = script.sample_heldout(ages, args.k, args.tolerance, args.negative_bias, args.heldout_pairs)
         scores = pair_scores(shot["rnet"], frames)
         anchors, positives, negatives = rows
         right = torch.cat([scores[anchors, positives, envs] > 0.5, scores[anchors, negatives, envs] < 0.5])

@@ -1,0 +1,920 @@
+"""SPRL on the Fetch robot: PPO whose reward is reduced by a k-shortest-path cost, judged by a reachability network.
+
+Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks", Sohn, Lee et al., ICML 2021.
+
+    python ppo_sprl_fetch.py                                                      # SPRL on FetchReach
+    python ppo_sprl_fetch.py --env-id FetchPush-v4 --cost-scale 0 --ent-coef 0.01     # the same code as plain PPO
+
+Differences from the paper. The value shares the policy's layers; when the RNet trains is not given, Atari's schedule is
+used; the action noise of 0.003, given for the other methods, is used for SPRL too; a time limit bootstraps.
+"""
+
+import os
+import platform
+import random
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import envpool
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.distributions.normal import Normal
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# ARGS ################################################################################################################
+@dataclass
+class Args:
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
+    """the name of this experiment, part of the run's name"""
+    seed: int = 1
+    """seed of the networks, the sampling and the worlds"""
+    torch_deterministic: bool = True
+    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    cuda: bool = True
+    """if toggled, use CUDA when there is a CUDA device"""
+    compile: bool = False
+    """if toggled, compile the policy's network with torch.compile: a slow start, then faster steps on a GPU"""
+    track: bool = False
+    """if toggled, mirror the charts to Weights & Biases (WANDB_MODE=offline works)"""
+    wandb_project_name: str = "sprl"
+    """the project's name in Weights & Biases"""
+    wandb_entity: str | None = None
+    """the entity (team) of the Weights & Biases project"""
+    run_name: str | None = None
+    """folder of this run below runs/ (default: env id, exp name, seed and time)"""
+    checkpoint_interval: int = 100_000
+    """environment steps between two checkpoints, 0: only at the end (one is always written at the end and on Ctrl-C)"""
+    resume: str | None = None
+    """path of an agent.pt to go on from; its settings hold unless a flag says otherwise"""
+    save_ring: bool = False
+    """if toggled, checkpoints hold the replay ring too; then a resumed MiniGrid run repeats an unbroken one exactly"""
+
+    # PPO
+    env_id: str = "FetchReach-v4"
+    """FetchReach-v4, FetchPush-v4, FetchSlide-v4 or FetchPickAndPlace-v4"""
+    total_timesteps: int = 1_000_000
+    """total environment steps of the experiment"""
+    learning_rate: float = 5e-4
+    """learning rate of the policy's Adam (paper: MiniGrid 0.003, SPRL there 0.01; Atari and Fetch 5e-4; DMLab 3e-4)"""
+    num_envs: int = 12
+    """number of parallel environments (paper: 12)"""
+    num_steps: int = 256
+    """steps per environment and rollout (authors' code: 256)"""
+    anneal_lr: bool = True
+    """anneal the learning rate linearly to 0"""
+    gamma: float = 0.99
+    """discount factor, in [0, 1]"""
+    gae_lambda: float = 0.95
+    """lambda of the generalized advantage estimation, in [0, 1]"""
+    num_minibatches: int = 4
+    """minibatches per epoch; divides num_envs * num_steps"""
+    update_epochs: int = 4
+    """epochs over each rollout"""
+    norm_adv: bool = True
+    """normalize the advantages in each minibatch"""
+    clip_coef: float = 0.1
+    """clipping range of the policy ratio (authors' code: 0.1)"""
+    anneal_clip: bool = True
+    """anneal the clipping range linearly to 0 (authors' code)"""
+    clip_vloss: bool = True
+    """clip the value loss by the same range"""
+    ent_coef: float = 0.001
+    """entropy bonus (paper: 0.01; SPRL, ECO and ICM on Fetch 0.001; DMLab 0.001 to 0.007 by method)"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of the policy's gradient"""
+    max_episode_steps: int = 50
+    """time limit of an episode; reaching it is a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000)"""
+    stack_observations: int = 0
+    """m: the policy sees the last m observations besides the current one (paper: 0 is best; Atari 3)"""
+    action_noise: float = 0.003
+    """sigma of the Gaussian noise on Fetch's actions (paper: 0.003, not stated for SPRL; noise study 0.03, 0.1, 0.3)"""
+    n_substeps: int = 20
+    """Fetch's simulator steps per action; time limit x 20 / n_substeps (paper's sparsity study: 2, 3, 4, 6)"""
+
+    # SPRL
+    cost_scale: float = 0.05
+    """lambda, the weight of the k-SP cost; 0 is plain PPO (paper: MiniGrid 0.002, DMLab 0.06, Atari and Fetch 0.05)"""
+    cost_bias: float = 1.0
+    """the reward becomes r + lambda * (bias - cost) (paper: 0, Fetch 1; authors' DMLab code: 0.5)"""
+    k: int = 10
+    """k of the k-SP constraint; RNet positives lie within k steps (paper: MiniGrid 2, DMLab and Fetch 10, Atari 12)"""
+    tolerance: int = 1
+    """Delta t: how far apart the compared older states lie, >= 0 (paper: 1)"""
+    num_tolerance_samples: int = 20
+    """N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N (paper: MiniGrid 60, DMLab and Atari 200, Fetch 20)"""
+    cost_percentile: float = 90.0
+    """the cost is 1 where this percentile of the N outputs exceeds 0.5 (paper: 90)"""
+    ring_size: int = 30_000
+    """the RNet learns from the agent's last this many steps (paper: MiniGrid and DMLab 60K, Atari and Fetch 30K)"""
+    negative_bias: int = 12
+    """Delta-: negatives lie at least k + Delta- steps after the anchor (paper: 20; Atari 80, Fetch 12)"""
+    positive_bias: int = 5
+    """Delta+: the next anchor lies 1..Delta+ steps after the positive (paper: 5)"""
+    negative_cap: bool = False
+    """draw negatives from the first 10 % beyond k + Delta- (authors' code) and not up to the segment's end (paper)"""
+    rnet_intervals: tuple[int, int, int] = (6_000, 150_000, 150_000)
+    """steps between RNet trainings in the first 1M steps, the next 1M, then (paper: 6K, 12K, 36K; Atari 6K, 150K)"""
+    rnet_start: int = 15_000
+    """steps in the ring before the first RNet training (authors' code: 15K)"""
+    rnet_triplets: int = 2_500
+    """most triplets, two pairs each, of one RNet training (authors' code: 15K, one epoch)"""
+    rnet_batch_size: int = 64
+    """triplets per RNet minibatch (authors' code: 64)"""
+    rnet_learning_rate: float = 1e-3
+    """learning rate of the RNet's Adam (authors' code: 3e-4)"""
+    rnet_weight_decay: float = 1e-4
+    """L2 penalty of the RNet (authors' DMLab code: 1e-4; paper on Atari: 0.03)"""
+    label_smoothing: float = 0.1
+    """label smoothing of the RNet's loss (authors' code: 0.1)"""
+    heldout_pairs: int = 7_500
+    """pairs of each kind that measure the RNet's accuracy before it trains on them (paper: 15K; Atari, Fetch 7,500)"""
+    rnet_ready_accuracy: float = 0.75
+    """the cost is 0 until the mean of the last 20 training accuracies passes this (authors' code: 0.75)"""
+
+
+RANGES = {  # what check_args accepts: (lowest, highest)
+    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
+    "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals heldout_pairs "
+    "n_substeps",
+    (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
+    "stack_observations cost_scale tolerance negative_bias rnet_start rnet_learning_rate rnet_weight_decay "
+    "action_noise",
+    (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
+    (0, 100): "cost_percentile",
+    (-np.inf, np.inf): "cost_bias",
+}
+
+
+def fail(message):
+    """Ends the program the way a wrong command line should: one line, exit code 2."""
+    sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+
+
+def check_args(args):
+    """Refuses what cannot work, by name, before anything is built or written."""
+    for (low, high), names in RANGES.items():
+        for name in names.split():
+            value = getattr(args, name)
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(low <= number <= high and np.isfinite(number) for number in values):
+                fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+    batch = args.num_envs * args.num_steps
+    if batch % args.num_minibatches:
+        fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
+
+
+def check_window(args):
+    window = max(args.num_tolerance_samples * args.tolerance, args.negative_bias) + args.k
+    if args.cost_scale and args.ring_size // args.num_envs <= window:
+        need = (window + 1) * args.num_envs
+        fail(f"--ring-size {args.ring_size} is shorter than the window, accepted: {need} or more for these settings")
+
+
+# ENVIRONMENT #########################################################################################################
+FETCH_IDS = ("FetchReach-v4", "FetchPush-v4", "FetchSlide-v4", "FetchPickAndPlace-v4")
+
+
+class FetchRobots(gym.vector.VectorEnv):
+    """EnvPool's Fetch as the paper's sparse task: reward 1 and the end of the episode when the goal is reached, else 0.
+    A state is the observation, the achieved and the desired goal. NEXT_STEP autoreset; EnvPool itself does it at the
+    time limit, a termination, which it does not know, is followed by a reset of that robot alone."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = False  # the simulator's state cannot be saved
+
+    def __init__(self, env_id, num_envs, max_episode_steps, n_substeps, action_noise, gamma):
+        if env_id not in FETCH_IDS:
+            fail(f"--env-id {env_id} is unknown, accepted: {', '.join(FETCH_IDS)}")
+        self.num_envs, self.action_noise, self.gamma = num_envs, action_noise, gamma
+        self.max_episode_steps = max(1, round(max_episode_steps * 20 / n_substeps))
+        # with EnvPool's own start of the slide 23 % of the goals lie beside the table
+        slide = {"initial_slide0": 0.05} if "Slide" in env_id else {}
+        self.make = partial(
+            envpool.make_gymnasium, env_id, num_envs=num_envs, frame_skip=n_substeps,
+            max_episode_steps=self.max_episode_steps, **slide,
+        )  # fmt: skip
+        self.single_action_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+        dim = 16 if "Reach" in env_id else 31
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (dim,), np.float32)
+        self.returns = np.zeros(num_envs)  # discounted sums of rewards, and the moments of all of them so far
+        self.moments = np.zeros(3)  # count, sum, sum of squares
+
+    def _state(self, obs):
+        return np.concatenate([obs[key] for key in ("observation", "achieved_goal", "desired_goal")], 1).astype(
+            np.float32
+        )
+
+    def reset(self, *, seed=None, options=None):
+        self.pool, self.noise = self.make(seed=seed or 0), np.random.default_rng(seed)
+        self.at_goal = np.zeros(self.num_envs, bool)
+        return self._state(self.pool.reset()[0]), {}
+
+    def step(self, actions):
+        noise = self.action_noise * self.noise.standard_normal(actions.shape)
+        actions = np.clip(actions + noise, -1, 1).astype(np.float32)
+        states = np.empty((self.num_envs, *self.single_observation_space.shape), np.float32)
+        truncations, reached = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        begin, on = np.flatnonzero(self.at_goal), np.flatnonzero(~self.at_goal)
+        if len(on):
+            obs, _, _, truncated, info = self.pool.step(actions[on], on)
+            states[on] = self._state(obs)
+            reached[on] = (info["is_success"] > 0) & (info["elapsed_step"] > 0)  # nobody went to a new episode's goal
+            truncations[on] = truncated & ~reached[on]
+        if len(begin):
+            states[begin] = self._state(self.pool.reset(begin)[0])
+        self.at_goal = reached
+        return states, reached.astype(np.float64), reached.copy(), truncations, {}
+
+    def learning_rewards(self, rewards, valid):
+        """The rewards (T, N) divided by the running standard deviation of their discounted sums (Burda et al. 2018)."""
+        for reward, counts in zip(rewards, valid):
+            self.returns = np.where(counts, self.gamma * self.returns + reward, self.returns)
+            sums = self.returns[counts]
+            self.moments += len(sums), sums.sum(), np.square(sums).sum()
+        count, total, squares = self.moments
+        deviation = np.sqrt(max(squares / max(count, 1) - (total / max(count, 1)) ** 2, 0.0))
+        return rewards / np.float32(deviation) if deviation > 0 else rewards
+
+    def state_dict(self):
+        return {"returns": self.returns.tolist(), "moments": self.moments.tolist()}
+
+    def load_state_dict(self, state):
+        self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
+
+    def close(self):
+        pass
+
+
+def make_envs(args):
+    return FetchRobots(
+        args.env_id, args.num_envs, args.max_episode_steps, args.n_substeps, args.action_noise, args.gamma
+    )
+
+
+# AGENT ###############################################################################################################
+class StateMLP(nn.Module):
+    """The paper's Fetch trunk: four FC(256) with ReLU."""
+
+    def __init__(self, obs_shape, num_frames=1, width=256):
+        super().__init__()
+        sizes = [num_frames * obs_shape[0], width, width, width, width]
+        self.layers = nn.ModuleList(layer_init(nn.Linear(*pair)) for pair in zip(sizes, sizes[1:]))
+        self.out_features = width
+
+    def forward(self, obs):  # (B, frames, dim) float32
+        x = obs.flatten(1)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
+    torch.nn.init.orthogonal_(layer.weight, std)
+    torch.nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class GaussianAgent(nn.Module):
+    """A diagonal Gaussian policy; what lies beyond the action space is clipped by the world, not here."""
+
+    def __init__(self, network, out_features, action_dim):
+        super().__init__()
+        self.network = network
+        self.actor = layer_init(nn.Linear(out_features, action_dim), std=0.01)
+        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
+        self.critic = layer_init(nn.Linear(out_features, 1), std=1)
+
+    def get_action_and_value(self, obs, action=None):
+        hidden = self.network(obs)
+        mean = self.actor(hidden)
+        probs = Normal(mean, self.actor_logstd.exp().expand_as(mean), validate_args=False)
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action).sum(-1), probs.entropy().sum(-1), self.critic(hidden).squeeze(-1)
+
+
+def make_agent(envs, args):
+    trunk = StateMLP(envs.single_observation_space.shape, 1 + args.stack_observations)
+    return GaussianAgent(trunk, trunk.out_features, envs.single_action_space.shape[0])
+
+
+def stack_frames(frames, depths, rows, envs, m):
+    """What a network sees (B, m + 1, ...): the frames at (rows, envs), each after the m before it. An episode's first
+    frame is repeated before it, so no stack crosses an episode; `depths` counts the steps since the episode began."""
+    if m == 0:
+        return frames[rows, envs].unsqueeze(1)
+    back = torch.minimum(torch.arange(m, -1, -1, device=rows.device), depths[rows, envs].unsqueeze(1))  # (B, m + 1)
+    return frames[(rows.unsqueeze(1) - back) % len(frames), envs.unsqueeze(1)]
+
+
+def embed_frames(embed, frames, depths, rows, m, chunk=1024):
+    """embed() of all environments' frames in these rows, (T, N, ...), by chunks that stay in the cache."""
+    envs = torch.arange(frames.shape[1], device=frames.device)
+    places = torch.cartesian_prod(rows, envs).split(chunk)
+    parts = [embed(stack_frames(frames, depths, *place.T, m)) for place in places]
+    return torch.cat(parts).unflatten(0, (len(rows), len(envs)))
+
+
+def gae(rewards, values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantages (T, N) of values (T + 1, N). With NEXT_STEP autoreset values[t + 1] is the value of the
+    state that step t led to, also where the episode ends: so a truncation bootstraps and a termination does not."""
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(rewards[0])
+    delta = rewards + gamma * values[1:] * ~terminations - values[:-1]
+    discount = gamma * gae_lambda * ~dones
+    for t in reversed(range(len(rewards))):
+        advantages[t] = lastgaelam = delta[t] + discount[t] * lastgaelam
+    return advantages
+
+
+# REACHABILITY NETWORK ################################################################################################
+class StateRNet(nn.Module):
+    """Can the late state be reached from the early one in at most k - 1 steps? The paper's Fetch network, four FC(512)
+    with BatchNorm and ReLU on the concatenation of both; the first layer is split, W [a; b] = W_early a + W_late b, so
+    both products are computed once per state (`embed`)."""
+
+    m, chunk = 0, 16_384  # it sees single states; pairs compared at a time, so that they stay in the cache
+
+    def __init__(self, envs, args, hidden=512):
+        super().__init__()
+        (dim,) = envs.single_observation_space.shape
+        self.early = nn.Linear(dim, hidden)
+        self.late = nn.Linear(dim, hidden, bias=False)
+        layers = [nn.BatchNorm1d(hidden), nn.ReLU()]
+        for _ in range(3):
+            layers += [nn.Linear(hidden, hidden), nn.BatchNorm1d(hidden), nn.ReLU()]
+        self.head = nn.Sequential(*layers, nn.Linear(hidden, 1))
+
+    def embed(self, states):  # (B, 1, dim) -> (B, 2, hidden): as the early and as the late state of a pair
+        states = states.flatten(1)
+        return torch.stack([self.early(states), self.late(states)], 1)
+
+    def compare(self, early, late):  # (..., hidden), (..., hidden) -> (...) logits
+        pairs = early + late
+        return self.head(pairs.flatten(0, -2)).view(pairs.shape[:-1])
+
+
+def make_rnet(envs, args):
+    return StateRNet(envs, args)
+
+
+def compare_pairs(rnet, embeddings, early, late):
+    """Logits of pairs of embeddings (B, 2, ...), given by their numbers, by chunks of bounded memory."""
+    pairs = zip(early.split(rnet.chunk), late.split(rnet.chunk))
+    logits = [rnet.compare(embeddings[a, 0], embeddings[b, 1]) for a, b in pairs]
+    return torch.cat(logits) if logits else torch.zeros(0, device=embeddings.device)
+
+
+class Ring:
+    """The last steps of each environment. `ages` counts a frame's steps since its segment began; a segment is cut at an
+    episode's start and after a non-zero reward, and no pair ever crosses a cut. `depths` counts since the episode's."""
+
+    def __init__(self, num_rows, num_envs, obs_shape, dtype, device):
+        self.frames = torch.zeros((num_rows, num_envs, *obs_shape), dtype=dtype, device=device)
+        self.depths, self.ages = torch.zeros((2, num_rows, num_envs), dtype=torch.int64, device=device)
+        self.head = self.size = self.unseen = 0  # next row to write, rows in use, rows the RNet has not trained on
+
+    def add(self, frames, depths, ages):
+        frames, depths, ages = (part[-len(self.frames) :] for part in (frames, depths, ages))
+        rows = (self.head + torch.arange(len(frames), device=frames.device)) % len(self.frames)
+        self.frames[rows], self.depths[rows], self.ages[rows] = frames, depths, ages
+        self.head = (self.head + len(frames)) % len(self.frames)
+        self.size, self.unseen = (min(n + len(frames), len(self.frames)) for n in (self.size, self.unseen))
+
+    def rows(self, newest):
+        """Storage rows of the newest frames, oldest first."""
+        return (self.head - newest + torch.arange(newest, device=self.frames.device)) % len(self.frames)
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        if state["frames"].shape != self.frames.shape:
+            raise ValueError(f"a ring of {tuple(state['frames'].shape)}, not {tuple(self.frames.shape)}")
+        for name in ("frames", "depths", "ages"):
+            getattr(self, name).copy_(state[name])
+        self.head, self.size, self.unseen = state["head"], state["size"], state["unseen"]
+
+
+def segment_ends(ages):
+    """For each frame (T, N), oldest first, the row of the last frame of its segment."""
+    steps = torch.arange(len(ages), device=ages.device).unsqueeze(1)
+    is_last = torch.cat([ages[1:] == 0, torch.ones_like(ages[:1], dtype=torch.bool)])
+    return torch.where(is_last, steps, len(ages)).flip(0).cummin(0).values.flip(0)
+
+
+def uniform(low, high):
+    """Integers drawn uniformly from [low, high], both tensors, both ends included."""
+    draw = torch.rand(low.shape, device=low.device, dtype=torch.float64)
+    return low + (draw * (high - low + 1)).long()
+
+
+def sample_triplets(ages, k, negative_bias, positive_bias, negative_cap, num_triplets):
+    """Algorithm 1 over all segments at once: rows of anchors, positives and negatives, their environments, and how many
+    of them are real (the real ones come first). Every frame draws the anchor that would follow it; the anchors that
+    Algorithm 1 visits are those on the path from the oldest frame, found by pointer doubling instead of a walk."""
+    (num_rows, num_envs), device = ages.shape, ages.device
+    steps = torch.arange(num_rows, device=device).unsqueeze(1).expand(ages.shape)
+    ends = segment_ends(ages)
+    positives = uniform(steps + 1, steps + k)
+    jump = uniform(positives + 1, positives + positive_bias)
+    jump = torch.where(jump <= ends, jump, ends + 1)  # a segment's first anchor is its first frame
+    jump = torch.cat([jump, torch.full_like(jump[:1], num_rows)])  # the row behind the newest leads to itself
+    visited = torch.zeros_like(jump)
+    visited[0] = 1
+    for _ in range(num_rows.bit_length()):
+        visited = visited.scatter_reduce(0, jump, visited, "amax")
+        jump = jump.gather(0, jump)
+    nearest = steps + k + negative_bias
+    furthest = torch.minimum(ends, nearest + (k + negative_bias) // 10) if negative_cap else ends
+    usable = (visited[:-1] == 1) & (nearest <= ends)
+    negatives = uniform(nearest, furthest)
+    order = (torch.rand(ages.shape, device=device) + usable).flatten().topk(min(num_triplets, ages.numel())).indices
+    rows, envs = order // num_envs, order % num_envs
+    return rows, positives[rows, envs], negatives[rows, envs], envs, usable.sum()
+
+
+def sample_heldout(ages, k, tolerance, negative_bias, num_samples):
+    """Appendix B's validation pairs: positives from [t+1, t+k+Dt], negatives from [t+k+Dt+D-, t+k+Dt+2D-]."""
+    num_envs, device = ages.shape[1], ages.device
+    steps = torch.arange(len(ages), device=device).unsqueeze(1)
+    ends = segment_ends(ages)
+    usable = (steps + k + tolerance + negative_bias <= ends).flatten()
+    pick = (torch.rand(num_samples, device=device, dtype=torch.float64) * usable.sum()).long()
+    order = usable.long().argsort(descending=True, stable=True)[pick]
+    rows, envs = order // num_envs, order % num_envs
+    positives = uniform(rows + 1, rows + k + tolerance)
+    nearest = rows + k + tolerance + negative_bias
+    negatives = uniform(nearest, torch.minimum(nearest + negative_bias, ends[rows, envs]))
+    return rows, positives, negatives, envs, usable.sum()
+
+
+def rnet_logits(rnet, anchors, positives, negatives):
+    """R(anchor, positive) and R(anchor, negative) as logits; each frame is embedded once. Both kinds of pairs are one
+    batch: normalized apart, they would look alike."""
+    anchors, *others = rnet.embed(torch.cat([anchors, positives, negatives])).chunk(3)
+    return rnet.compare(anchors[:, 0].repeat(2, *[1] * (anchors.ndim - 2)), torch.cat(others)[:, 1]).chunk(2)
+
+
+def rnet_loss(positive_logits, negative_logits, label_smoothing):
+    """-log R(anc, +) - log(1 - R(anc, -)), Eq. 20, with smoothed labels."""
+    smooth = torch.full_like(positive_logits, label_smoothing / 2)
+    return F.binary_cross_entropy_with_logits(positive_logits, 1 - smooth) + F.binary_cross_entropy_with_logits(
+        negative_logits, smooth
+    )
+
+
+def rnet_accuracy(positive_logits, negative_logits):
+    return torch.cat([positive_logits > 0, negative_logits < 0]).float().mean()
+
+
+class Schedule:
+    """When the RNet trains next, and whether its last 20 training accuracies are good enough for it to be asked."""
+
+    def __init__(self, next_step, ready):
+        self.next_step, self.ready, self.accuracies = next_step, ready, []
+
+    def trained(self, global_step, intervals, accuracies, ready_accuracy):
+        self.next_step = global_step + intervals[(global_step >= 1e6) + (global_step >= 2e6)]
+        self.accuracies = (self.accuracies + accuracies)[-20:]
+        self.ready = sum(self.accuracies) / 20 > ready_accuracy
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+# INTRINSIC REWARD ####################################################################################################
+def percentile(scores, q):
+    """numpy's percentile of the last axis, linear interpolation included, by the largest few values only."""
+    position = q / 100 * (scores.shape[-1] - 1)
+    below = int(position)
+    top = scores.topk(scores.shape[-1] - below, sorted=True).values  # the last of them is sorted(scores)[below]
+    above = top[..., -2] if top.shape[-1] > 1 else top[..., -1]
+    return torch.lerp(top[..., -1], above, position - below)
+
+
+def ksp_cost(rnet, embeddings, ages, k, tolerance, num_tolerance_samples, q):
+    """The k-SP cost (T, N) of the newest T frames: c_t = I[ the q-th percentile over n = 1..N of
+    Rnet_{k-1}(s_{t-(k+n*Dt)}, s_t) > 0.5 ], Eq. 18 for N = 1. A pair counts as 0 unless both states are in one segment:
+    the older lies k + n*Dt steps back, so the state's age (T, N) must be at least that (no reward, no reset between).
+    The ages live on the host, so the valid pairs are listed without waiting for the device. A state with so few of them
+    that the zeros of the others reach the percentile costs nothing, and is not looked at."""
+    (num_steps, num_envs), device = ages.shape, embeddings.device
+    gaps = k + tolerance * np.arange(1, num_tolerance_samples + 1)  # (N,)
+    fewest = max(len(gaps) - 1 - int(q / 100 * (len(gaps) - 1)), 1)  # non-zero outputs below which the percentile is 0
+    steps, envs, samples = ((ages[..., None] >= gaps) & (ages >= gaps[fewest - 1])[..., None]).nonzero()
+    late = (len(embeddings) - num_steps + steps) * num_envs + envs
+    pairs = np.stack([late - gaps[samples] * num_envs, late, (steps * num_envs + envs) * len(gaps) + samples])
+    early, late, slots = torch.from_numpy(pairs).to(device, non_blocking=True)
+    scores = torch.zeros(num_steps * num_envs * len(gaps), device=device)
+    scores[slots] = compare_pairs(rnet, embeddings.flatten(0, 1), early, late).float().sigmoid()
+    scores = scores.view(num_steps, num_envs, len(gaps))
+    return (percentile(scores, q) > 0.5).float()
+
+
+# CHECKPOINTS AND CHARTS ##############################################################################################
+def save_checkpoint(progress, learned, path):
+    """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
+    try:
+        torch.save({**progress, **{name: part.state_dict() for name, part in learned.items()}}, f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+        return True
+    except (OSError, RuntimeError) as error:  # a full disk must not end the run, nor cost the older checkpoint
+        print(f"could not save {path}, an older one stays: {error!r:.100}", file=sys.stderr)
+        return False
+
+
+def load_checkpoint(path, script):
+    """Reads a checkpoint without running any code in it; says in one line what is wrong with a bad one."""
+    if not os.path.isfile(path):
+        fail(f"--resume {path}: no such file")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = checkpoint["script"]
+    except Exception as error:
+        fail(f"--resume {path} is not a readable checkpoint, truncated or not one: {error!r:.100}")
+    if found != script:
+        fail(f"--resume {path} was written by {found}, not by {script}")
+    return checkpoint
+
+
+def plot_curve(history, title, path):
+    """Draws every column of the history against steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for row in history for name in row if name not in ("step", "length")))
+    if not names:  # no episode has ended yet
+        return
+    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], names):
+        axis.plot(*zip(*((row["step"], row[name]) for row in history if name in row)))
+        axis.set(title=name.replace("_", " "), xlabel="environment steps")
+        axis.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    # SETUP ###########################################################################################################
+    args = tyro.cli(Args)
+    script = os.path.basename(__file__)
+    checkpoint = None
+    if args.resume:
+        checkpoint = load_checkpoint(args.resume, script)
+        args = tyro.cli(Args, default=Args(**{**checkpoint["args"], "resume": args.resume}))
+        if args.env_id != checkpoint["args"]["env_id"]:
+            fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
+    check_args(args)
+    check_window(args)
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = max(1, args.total_timesteps // batch_size)
+    method = "sprl" if args.cost_scale else "ppo"
+
+    stop_signals = []  # SIGINT and SIGTERM: save what is learned, then end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: stop_signals.append(received))
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+
+    envs = make_envs(args)
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    obs_shape, obs_dtype = obs_space.shape, getattr(torch, str(obs_space.dtype))
+    agent = make_agent(envs, args).to(device)
+    if args.compile:
+        agent.network.compile(dynamic=True)  # minibatches have many sizes
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    learned = {"agent": agent, "optimizer": optimizer}
+    rnet = ring = observe = None
+    schedule = Schedule(args.rnet_start, ready=False)
+    if method == "sprl":
+        rnet = make_rnet(envs, args).to(device).eval()
+        rnet_optimizer = torch.optim.Adam(
+            rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay, fused=True
+        )
+        ring = Ring(args.ring_size // args.num_envs, args.num_envs, obs_shape, obs_dtype, device)
+        learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer, "schedule": schedule}
+        learned |= {"ring": ring} if args.save_ring else {}
+    method_charts = {"cost_rate": "sprl/cost_rate", "rnet_accuracy": "rnet/heldout_accuracy"}
+
+    # rows before `past` hold what the window and the frame stack still need of earlier rollouts
+    window = args.k + args.num_tolerance_samples * args.tolerance if args.cost_scale else 0
+    past = window + args.stack_observations
+    obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=obs_dtype, device=device)
+    depths = torch.zeros(obs.shape[:2], dtype=torch.int64, device=device)  # steps since the frame's episode began
+    ages = np.zeros(obs.shape[:2], np.int64)  # steps since its segment began: since the episode did, or the last reward
+    states = np.zeros(obs.shape[:2], np.int64)  # what `observe` says of the frame
+    action_shape, action_dtype = action_space.shape, getattr(torch, str(action_space.dtype))
+    actions = torch.zeros((args.num_steps, args.num_envs, *action_shape), dtype=action_dtype, device=device)
+    logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
+    values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
+    rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
+    terminations = np.zeros((args.num_steps, args.num_envs), bool)
+    truncations = np.zeros((args.num_steps, args.num_envs), bool)
+    valid = np.zeros((args.num_steps, args.num_envs), bool)  # False on the rows that autoreset inserts
+    every_env = torch.arange(args.num_envs, device=device)
+
+    first_iteration, global_step, elapsed = 1, 0, 0.0
+    episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
+    recent = deque(maxlen=100)  # returns of the last episodes
+    history = []  # one row of charts per iteration
+    embeddings = None  # of obs, while the RNet stays as it is
+    next_obs, _ = envs.reset(seed=args.seed + (1_000 * checkpoint["iteration"] if checkpoint else 0))
+    next_done = np.zeros(args.num_envs, bool)
+    obs[past] = torch.from_numpy(next_obs)
+
+    if checkpoint:
+        try:
+            for name, part in learned.items():
+                if name in checkpoint:
+                    part.load_state_dict(checkpoint[name])
+            envs.load_state_dict(checkpoint["worlds"])
+        except (RuntimeError, ValueError, IndexError) as error:
+            fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
+        first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
+        elapsed = checkpoint["elapsed"]
+        history = checkpoint["history"]
+        recent.extend(checkpoint["recent"])
+        np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
+        torch.set_rng_state(checkpoint["torch_rng"])
+        torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
+
+    run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
+    if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
+        fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
+    os.makedirs(run_dir, exist_ok=True)
+    command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
+    versions = {
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
+        "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
+        "gymnasium": gym.__version__, "envpool": envpool.__version__,
+    }  # fmt: skip
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
+    table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    wandb_run = None
+    if args.track:
+        import wandb
+
+        try:
+            wandb_run = wandb.init(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=os.path.basename(run_dir), dir=run_dir,
+                config={**asdict(args), **versions, "command": command}, group=args.env_id, job_type=method,
+                tags=[method, args.env_id],
+            )  # fmt: skip
+        except Exception as error:
+            print(f"W&B cannot be reached, going on without it: {error!r:.100}", file=sys.stderr)
+    print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
+    if ring:
+        print(f"ring: {len(ring.frames)} steps x {args.num_envs} environments, {ring.frames.nbytes / 1e6:.1f} MB")
+    if checkpoint:
+        kept = "" if "ring" in checkpoint or not ring else "; the ring starts empty"
+        print(f"resumed at step {global_step:,} with new episodes, a simulator's state cannot be saved{kept}")
+
+    progress, next_checkpoint = None, global_step + (args.checkpoint_interval or args.total_timesteps)
+    start_time, start_step = time.time(), global_step
+    bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", smoothing=0.05, mininterval=1.0)
+
+    for iteration in range(first_iteration, num_iterations + 1):
+        frac = 1.0 - (iteration - 1.0) / num_iterations
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+        clip_coef = frac * args.clip_coef if args.anneal_clip else args.clip_coef
+        charts = {}
+        finished_returns, finished_lengths = [], []
+
+        # ROLLOUT #####################################################################################################
+        for step in range(args.num_steps):
+            if stop_signals:
+                break
+            row = past + step
+            with torch.inference_mode():
+                policy_obs = stack_frames(
+                    obs, depths, torch.full_like(every_env, row), every_env, args.stack_observations
+                )
+                action, logprob, _, value = agent.get_action_and_value(policy_obs)
+            actions[step], logprobs[step], values[step] = action, logprob, value
+            next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
+            valid[step], rewards[step] = ~next_done, reward
+            next_done = terminations[step] | truncations[step]
+            obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
+            ages[row + 1] = np.where(valid[step] & (reward == 0), ages[row] + 1, 0)
+            episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
+            episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
+            depths[row + 1] = (depths[row] + 1) * torch.from_numpy(valid[step]).to(device, non_blocking=True)
+            if observe:
+                states[row + 1] = observe()
+            finished_returns += episode_returns[next_done].tolist()
+            finished_lengths += episode_lengths[next_done].tolist()
+        if stop_signals:
+            break  # the rollout is left out: the checkpoint of the last iteration's end is whole
+        global_step += batch_size
+
+        # INTRINSIC REWARD ############################################################################################
+        total_rewards = torch.from_numpy(envs.learning_rewards(rewards, valid)).to(device)
+        if schedule.ready:
+            with torch.inference_mode():
+                # each state is embedded once, and once more after the RNet has changed
+                new = torch.arange(0 if embeddings is None else past + 1, len(obs), device=device)
+                new = embed_frames(rnet.embed, obs, depths, new, rnet.m)
+                embeddings = new if embeddings is None else torch.cat([embeddings[-past - 1 :], new])
+                cost = ksp_cost(
+                    rnet, embeddings, ages[past + 1 :], args.k, args.tolerance, args.num_tolerance_samples,
+                    args.cost_percentile,
+                )  # fmt: skip
+            total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 15, with a bias
+            charts["sprl/cost_rate"] = (cost * torch.from_numpy(valid).to(device)).sum() / int(valid.sum())
+
+        # ADVANTAGE ###################################################################################################
+        with torch.inference_mode():
+            policy_obs = stack_frames(
+                obs, depths, torch.full_like(every_env, row + 1), every_env, args.stack_observations
+            )
+            values[-1] = agent.get_action_and_value(policy_obs)[3]
+        device_terminations = torch.from_numpy(terminations).to(device)
+        dones = torch.from_numpy(terminations | truncations).to(device)
+        advantages = gae(total_rewards, values, device_terminations, dones, args.gamma, args.gae_lambda)
+        returns = advantages + values[:-1]
+
+        # UPDATE POLICY ###############################################################################################
+        b_logprobs, b_actions, b_advantages = logprobs.flatten(), actions.flatten(0, 1), advantages.flatten()
+        b_returns, b_values = returns.flatten(), values[:-1].flatten()
+        b_inds = np.flatnonzero(valid)  # no row that autoreset inserted
+        clipfracs = []
+        for _ in range(args.update_epochs):
+            np.random.shuffle(b_inds)
+            for host_inds in np.array_split(b_inds, args.num_minibatches):
+                mb_inds = torch.from_numpy(host_inds).to(device, non_blocking=True)
+                mb_rows, mb_envs = past + mb_inds // args.num_envs, mb_inds % args.num_envs
+                mb_obs = stack_frames(obs, depths, mb_rows, mb_envs, args.stack_observations)
+                _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, b_actions[mb_inds])
+                logratio = newlogprob - b_logprobs[mb_inds]
+                ratio = logratio.exp()
+                with torch.no_grad():
+                    approx_kl = ((ratio - 1) - logratio).mean()
+                    clipfracs.append(((ratio - 1.0).abs() > clip_coef).float().mean())
+
+                mb_advantages = b_advantages[mb_inds]
+                if args.norm_adv and len(host_inds) > 1:
+                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+
+                # Policy loss
+                pg_loss1 = -mb_advantages * ratio
+                pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
+                pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+                # Value loss
+                v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                if args.clip_vloss:
+                    v_clipped = b_values[mb_inds] + (newvalue - b_values[mb_inds]).clamp(-clip_coef, clip_coef)
+                    v_loss = torch.max(v_loss, (v_clipped - b_returns[mb_inds]) ** 2)
+                v_loss = 0.5 * v_loss.mean()
+
+                entropy_loss = entropy.mean()
+                loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
+
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
+                optimizer.step()
+        charts |= {
+            "losses/value_loss": v_loss, "losses/policy_loss": pg_loss, "losses/entropy": entropy_loss,
+            "losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean(),
+        }  # fmt: skip
+
+        # UPDATE RNET #################################################################################################
+        if ring:
+            ring.add(obs[past:-1], depths[past:-1], torch.from_numpy(ages[past:-1]).to(device))
+        if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
+            # accuracy on what the RNet has not trained on yet (Appendix B)
+            rows = ring.rows(min(ring.unseen, ring.size - rnet.m))  # a frame comes with the m before it
+            *triplets, count = sample_heldout(
+                ring.ages[rows], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
+            )
+            if int(count) > 0:
+                with torch.inference_mode():
+                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m).flatten(0, 1)
+                    anchors, positives, negatives = (part * args.num_envs + triplets[3] for part in triplets[:3])
+                    positive_logits = compare_pairs(rnet, unseen, anchors, positives)
+                    negative_logits = compare_pairs(rnet, unseen, anchors, negatives)
+                    charts["rnet/heldout_accuracy"] = rnet_accuracy(positive_logits, negative_logits)
+            rows = ring.rows(ring.size - rnet.m)
+            *triplets, count = sample_triplets(
+                ring.ages[rows], args.k, args.negative_bias, args.positive_bias, args.negative_cap, args.rnet_triplets
+            )
+            triplets = torch.stack(triplets)[:, : int(count)]
+            batch_accuracies = []
+            rnet.train()
+            for *mb_rows, mb_envs in triplets.split(args.rnet_batch_size, 1):
+                mb_frames = (stack_frames(ring.frames, ring.depths, rows[r], mb_envs, rnet.m) for r in mb_rows)
+                positive_logits, negative_logits = rnet_logits(rnet, *mb_frames)
+                loss = rnet_loss(positive_logits, negative_logits, args.label_smoothing)
+                rnet_optimizer.zero_grad()
+                loss.backward()
+                rnet_optimizer.step()
+                batch_accuracies.append(rnet_accuracy(positive_logits.detach(), negative_logits.detach()))
+            rnet.eval()
+            if batch_accuracies:
+                batch_accuracies = torch.stack(batch_accuracies).tolist()
+                charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
+                embeddings, ring.unseen = None, 0
+            schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
+            charts |= {"rnet/triplets": count, "rnet/ready": float(schedule.ready)}
+
+        # LOG #########################################################################################################
+        sps = (global_step - start_step) / (time.time() - start_time)
+        charts |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}
+        if finished_returns:
+            recent.extend(finished_returns)
+            charts |= {
+                "charts/episodic_return": np.mean(finished_returns),
+                "charts/episodic_length": np.mean(finished_lengths),
+                "charts/success_rate": np.mean(np.array(finished_returns) > 0),
+            }
+        charts = {name: torch.as_tensor(value).item() for name, value in charts.items()}  # waits for the device
+        for name, value in charts.items():
+            writer.add_scalar(name, value, global_step)
+        if wandb_run:
+            wandb_run.log(charts, step=global_step)
+        if not np.isfinite(charts["losses/value_loss"] + charts["losses/policy_loss"]):
+            bar.close()
+            sys.exit(f"the loss is not finite at step {global_step}; the last good checkpoint is kept")
+        names = {
+            "return": "charts/episodic_return",
+            "success": "charts/success_rate",
+            "length": "charts/episodic_length",
+        }
+        names |= method_charts
+        history.append({"step": global_step} | {key: charts[name] for key, name in names.items() if name in charts})
+        shown = {key: row[key] for row in history[-10:] for key in names if key in row and key != "length"}
+        bar.set_postfix({key: f"{value:.2f}" for key, value in shown.items()}, refresh=False)
+        bar.update(batch_size)
+
+        # CHECKPOINT ##################################################################################################
+        obs[: past + 1] = obs[-past - 1 :].clone()
+        depths[: past + 1] = depths[-past - 1 :].clone()
+        ages[: past + 1], states[: past + 1] = ages[-past - 1 :].copy(), states[-past - 1 :].copy()
+        _, *numpy_rng = np.random.get_state()
+        progress = {  # all that the next rollout will change, so that it can be left out when it is interrupted
+            "script": script, "args": asdict(args), "versions": versions, "command": command, "iteration": iteration,
+            "global_step": global_step, "elapsed": elapsed + time.time() - start_time, "history": history,
+            "recent": list(recent), "worlds": envs.state_dict(), "next_obs": obs[past].clone(),
+            "next_done": next_done.tolist(), "episode_returns": episode_returns.tolist(),
+            "episode_lengths": episode_lengths.tolist(), "numpy_rng": [torch.from_numpy(numpy_rng[0]), *numpy_rng[1:]],
+            "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all(),
+        }  # fmt: skip
+        if args.save_ring:
+            kept = [part[: past + 1].clone() for part in (obs, depths, torch.from_numpy(ages))]
+            progress |= dict(zip(("past_obs", "past_depths", "past_ages"), kept))
+        if global_step >= next_checkpoint:
+            save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+            next_checkpoint = global_step + args.checkpoint_interval
+
+    bar.close()
+    saved, kept = True, bool(checkpoint)
+    if progress:
+        saved = kept = save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+        plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
+    writer.close()
+    envs.close()
+    if wandb_run:
+        wandb_run.finish()
+    if stop_signals:
+        resume = f", resume: python {script} --resume {run_dir}/agent.pt" if kept else " before anything was learned"
+        print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+    print(
+        f"{method} {args.env_id} seed {args.seed}: return {np.mean(recent or [0]):.3f}, success "
+        f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
+        f"{elapsed + time.time() - start_time:.0f} s, {peak:.1f} GB of memory at most"
+        + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
+        * kept
+    )
+    if not saved:
+        sys.exit(1)
