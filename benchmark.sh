@@ -6,7 +6,6 @@
 #   ./benchmark.sh minigrid --only sprl,KeyDoors-7x7 --dry-run
 #   ./benchmark.sh minigrid --slurm --sbatch "--partition=gpu --time=4:00:00 --mem=8G"
 #
-# Blocks: minigrid ablation-k ablation-tolerance ablation-stack gt-rnet quick all
 # --seeds N        seeds 1..N of every run (default: the paper's number for the block)
 # --workers W      runs at a time (default: the number of cores)
 # --steps N        environment steps of every run (default: the block's)
@@ -16,178 +15,241 @@
 # --dry-run        print the commands, run nothing
 # --slurm          submit one array job, a task per run; --sbatch "FLAGS" are handed to sbatch
 #
-# Started again, it skips what is finished and resumes what was killed. Every line that --dry-run prints can be copied.
+# Started again, it skips what is finished and resumes what was killed; two at a time do not start a run twice.
+# Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, figures to results/BLOCK.
+# shellcheck disable=SC2317 # the blocks are called by name
 set -uo pipefail
+here=$PWD
 cd "$(dirname "$0")" || exit 2
 
-die() { echo "benchmark.sh: error: $1" >&2; exit 2; }
-whole() { [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 $2 is not a whole number of at least 1"; }
+# THE RUNS ############################################################################################################
+# A function block:NAME is the block NAME; nothing else has to know of it.
+names=() blocks=() labels=() envs=() sizes=() commands=()
+runs() { # seeds steps label environment script [flags]: one run per seed
+  local seed label=$3 env=$4 size=${steps:-$2} block=${FUNCNAME[1]#block:}
+  for seed in $(seq 1 "${seeds:-$1}"); do # the block is in the name, for blocks share methods but not their steps
+    names+=("${block}__${env}__${label}__s$seed") blocks+=("$block") labels+=("$label") envs+=("$env") sizes+=("$size")
+    commands+=("$5 --env-id $env --seed $seed --total-timesteps $size ${*:6} --run-name ${names[-1]}${track:+ $track}")
+  done
+}
+block:minigrid() {
+  local env n
+  for env in MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0; do
+    n=500000; [[ $env == *KeyDoors-7x7* ]] && n=1000000; [[ $env == *11x11* ]] && n=2000000
+    runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003
+    runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 --learning-rate 0.003 --k 2 \
+      --num-tolerance-samples 60
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 --k 3
+    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.1 --learning-rate 0.003
+    runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003
+  done
+}
+four_rooms=MiniGrid-FourRooms-7x7-v0
+block:ablation-k() { # figure 9: the paper's MiniGrid ablations use one tolerance sample, k = 5 and a tolerance of 25
+  for k in 3 5 7; do
+    runs 6 500000 "k$k" "$four_rooms" ppo_sprl_minigrid.py --k "$k" --tolerance 25 --num-tolerance-samples 1
+  done
+}
+block:ablation-tolerance() { # figure 11
+  for t in 10 15 25 50; do
+    runs 6 500000 "tolerance$t" "$four_rooms" ppo_sprl_minigrid.py --k 5 --tolerance "$t" --num-tolerance-samples 1
+  done
+}
+block:ablation-stack() { # figure 13
+  for m in 0 1 5; do runs 6 500000 "stack$m" "$four_rooms" ppo_sprl_minigrid.py --stack-observations "$m"; done
+}
+block:gt-rnet() { # Appendix B: the learned network against the true reachability
+  for env in "$four_rooms" MiniGrid-KeyDoors-7x7-v0; do
+    runs 6 500000 sprl "$env" ppo_sprl_minigrid.py --rnet learned
+    runs 6 500000 gt-sprl "$env" ppo_sprl_minigrid.py --rnet oracle
+  done
+}
+block:quick() {
+  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0
+  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02
+}
+accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all # all: every block but quick
 
-blocks="minigrid ablation-k ablation-tolerance ablation-stack gt-rnet quick all"
-block=${1:-}; shift || true
-[[ $block == --help || $block == -h ]] && { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 0; }
-[[ " $blocks " == *" $block "* && -n $block ]] || die "unknown block '$block', accepted: $blocks"
-seeds='' workers=$(nproc) steps='' only='' track='' dry='' slurm='' sbatch_flags='' task=''
-python=python3; [[ -x .venv/bin/python ]] && python=.venv/bin/python
+# OPTIONS #############################################################################################################
+die() { echo "benchmark.sh: error: $1" >&2; exit 2; }
+block='' seeds='' workers=$(nproc) steps='' only='' track='' dry='' slurm='' sbatch='' task='' python=python3
+[[ -x .venv/bin/python ]] && python=.venv/bin/python
 while (($#)); do
   case $1 in
-    --seeds|--workers|--steps|--task) [[ $# -gt 1 ]] || die "$1 needs a number"; whole "$1" "$2"; declare "${1#--}=$2"; shift 2 ;;
-    --only|--python|--sbatch) [[ $# -gt 1 ]] || die "$1 needs a value"
-      case $1 in --only) only=$2 ;; --python) python=$2 ;; --sbatch) sbatch_flags=$2 ;; esac; shift 2 ;;
-    --track) track=--track; shift ;;
-    --dry-run) dry=1; shift ;;
-    --slurm) slurm=1; shift ;;
-    *) die "unknown option '$1', see ./benchmark.sh --help" ;;
+    -h|--help) sed -n '2,/^# shell/p' benchmark.sh | sed '$d; s/^# \{0,1\}//'; echo "Blocks: $accepted"; exit 0 ;;
+    --seeds|--workers|--steps|--task)
+      [[ ${2-} =~ ^[1-9][0-9]{0,11}$ ]] || die "$1 '${2-}' is not a whole number of at least 1"
+      declare "${1#--}=$2"; shift ;;
+    --only|--python|--sbatch) [[ -n ${2-} ]] || die "$1 needs a value"
+      [[ $1 == --python && $2 == [!/]*/* ]] && set -- "$1" "$here/$2" "${@:3}" # named from where the user is
+      declare "${1#--}=$2"; shift ;;
+    --track) track=--track ;;
+    --dry-run) dry=1 ;;
+    --slurm) slurm=1 ;;
+    -*) die "unknown option '$1', see ./benchmark.sh --help" ;;
+    *) [[ -z $block ]] || die "two blocks, '$block' and '$1', accepted: one"
+      [[ " $accepted " == *" $1 "* ]] || die "unknown block '$1', accepted: $accepted"
+      block=$1 ;;
   esac
+  shift
+done
+[[ -n $block ]] || die "no block given, accepted: $accepted"
+command -v "$python" > /dev/null || die "--python $python: no such program"
+for name in ${accepted% all}; do
+  [[ $block == "$name" || ($block == all && $name != quick) ]] && "block:$name"
 done
 
-# THE RUNS ############################################################################################################
-names=() commands=() folder=results/$block
-wanted() { # label environment
-  [[ -z $only ]] && return 0
-  local word methods='' worlds='' method_ok='' world_ok=''
-  for word in ${only//,/ }; do
-    if [[ " ppo sprl gt-sprl eco icm gt-grid " == *" $word "* || $1 == "$word" ]]; then
-      methods=1; [[ $1 == "$word" ]] && method_ok=1
-    else
-      worlds=1; [[ $2 == *"$word"* ]] && world_ok=1
-    fi
-  done
-  [[ -z $methods || -n $method_ok ]] && [[ -z $worlds || -n $world_ok ]]
-}
-runs() { # seeds steps label environment script [flags]: one run per seed
-  local seed label=$3 env=$4 script=$5
-  wanted "$label" "$env" || return 0
-  for seed in $(seq 1 "${seeds:-$1}"); do
-    names+=("${env}__${label}__s${seed}")
-    commands+=("$script --env-id $env --seed $seed --total-timesteps ${steps:-$2}${6:+ $6} --run-name ${names[-1]}${track:+ $track}")
-  done
-}
-
-minigrid() {
-  folder=results/minigrid
-  local env n
-  for env in FourRooms-7x7 FourRooms-11x11 KeyDoors-7x7 KeyDoors-11x11; do
-    n=500000; [[ $env == KeyDoors-7x7 ]] && n=1000000; [[ $env == *11x11 ]] && n=2000000
-    runs 6 $n ppo MiniGrid-$env-v0 ppo_sprl_minigrid.py "--cost-scale 0 --learning-rate 0.003"
-    runs 6 $n sprl MiniGrid-$env-v0 ppo_sprl_minigrid.py "--cost-scale 0.02 --learning-rate 0.003 --k 2 --num-tolerance-samples 60"
-    runs 6 $n eco MiniGrid-$env-v0 ppo_eco.py "--bonus-scale 0.001 --learning-rate 0.003 --k 3"
-    runs 6 $n icm MiniGrid-$env-v0 ppo_icm.py "--bonus-scale 0.1 --learning-rate 0.003"
-    runs 6 $n gt-grid MiniGrid-$env-v0 ppo_gtgrid.py "--bonus-scale 0.01 --learning-rate 0.003"
-  done
-}
-ablation-k() { # figure 9: the paper's MiniGrid ablations use one tolerance sample, k = 5 and a tolerance of 25
-  for k in 3 5 7; do
-    runs 6 500000 "k$k" MiniGrid-FourRooms-7x7-v0 ppo_sprl_minigrid.py "--k $k --tolerance 25 --num-tolerance-samples 1"
-  done
-}
-ablation-tolerance() { # figure 11
-  for t in 10 15 25 50; do
-    runs 6 500000 "tolerance$t" MiniGrid-FourRooms-7x7-v0 ppo_sprl_minigrid.py "--k 5 --tolerance $t --num-tolerance-samples 1"
-  done
-}
-ablation-stack() { # figure 13
-  for m in 0 1 5; do
-    runs 6 500000 "stack$m" MiniGrid-FourRooms-7x7-v0 ppo_sprl_minigrid.py "--stack-observations $m"
-  done
-}
-gt-rnet() { # Appendix B: the learned network against the true reachability
-  for env in FourRooms-7x7 KeyDoors-7x7; do
-    runs 6 500000 sprl MiniGrid-$env-v0 ppo_sprl_minigrid.py ""
-    runs 6 500000 gt-sprl MiniGrid-$env-v0 ppo_sprl_minigrid.py "--rnet oracle"
-  done
-}
-quick() {
-  runs 2 250000 ppo MiniGrid-FourRooms-7x7-v0 ppo_sprl_minigrid.py "--cost-scale 0"
-  runs 2 250000 sprl MiniGrid-FourRooms-7x7-v0 ppo_sprl_minigrid.py ""
-}
-all() { minigrid; ablation-k; ablation-tolerance; ablation-stack; gt-rnet; folder=results/all; }
-
-"$block"
-total=${#names[@]}
-((total)) || die "--only $only leaves no run of $block"
+todo=("${!names[@]}") methods='' worlds=() # todo: the numbers of the runs that --only leaves
+IFS=, read -ra words <<< "$only"
+for word in ${words[@]+"${words[@]}"}; do # a method, or a part of an environment's name
+  if [[ " ${labels[*]} " == *" $word "* ]]; then methods+=" $word "
+  elif [[ -n $word && " ${envs[*]} " == *"$word"* ]]; then worlds+=("$word")
+  else die "--only '$word', accepted: $(printf '%s\n' "${labels[@]}" "${envs[@]}" | awk '!n[$0]++' | paste -sd' ')"; fi
+done
+for i in "${todo[@]}"; do
+  fits=''; for word in "${worlds[@]-}"; do [[ ${envs[i]} == *"$word"* ]] && fits=1; done
+  [[ -n $fits && (-z $methods || $methods == *" ${labels[i]} "*) ]] || unset "todo[i]"
+done
+((${#todo[@]})) || die "--only $only leaves no run of $block"
 
 # ONE RUN #############################################################################################################
-line_of() { # the command of run i, resuming it if it was killed
-  local name=${names[$1]} command=${commands[$1]}
-  [[ -e runs/$name/agent.pt ]] && command="${command%% *} --resume runs/$name/agent.pt"
-  echo "$python $command"
+finished() { # run i has ended well, with at least the steps that are asked for now
+  local reached; reached=$(cat "runs/${names[$1]}/finished" 2> /dev/null)
+  [[ $reached =~ ^[0-9]+$ && -e runs/${names[$1]}/agent.pt ]] && ((reached >= sizes[$1]))
 }
-finished() { [[ -e runs/${names[$1]}/finished ]]; }
-mark() { # a run that ended well and was not stopped by a signal is finished
-  local name=${names[$1]}
-  tail -n 5 "runs/$name/log.txt" | tr '\r' '\n' | grep -q '^stopped by' || touch "runs/$name/finished"
+line_of() { # the command of run i, which resumes what was killed; with all flags, for --steps may have been raised
+  local resume=''; [[ -e runs/${names[$1]}/agent.pt ]] && resume=" --resume runs/${names[$1]}/agent.pt"
+  printf '%q %s\n' "$python" "${commands[$1]}$resume"
+}
+train() { # run i to its end; 75: someone else is at it. A signal is handed on, and python's saving waited for
+  local folder=runs/${names[$1]} log=runs/${names[$1]}/log.txt child='' got='' late='' line code
+  trap 'got=1; kill -TERM $child 2> /dev/null' TERM INT
+  [[ -n $task ]] && trap 'got=1 late=1; kill -TERM $child 2> /dev/null' USR1 # Slurm's time limit is near
+  trap '' HUP # python must not die of a closed terminal before it has saved
+  mkdir -p "$folder" && exec 9> "$folder/lock" || return 1
+  flock --nonblock --conflict-exit-code 75 9 # python inherits the lock, it holds even if this shell is killed
+  (($? == 75)) && return 75
+  finished "$1" && return 0
+  line=$(line_of "$1")
+  [[ -t 1 ]] && printf '\r\e[K' # over the progress
+  echo "$line"
+  printf '\n$ %s\n' "$line" >> "$log" || return 1
+  eval "exec $line" >> "$log" 2>&1 &
+  child=$!
+  [[ -n $got ]] && kill -TERM $child
+  while got=${got:+0}; wait $child; code=$?; [[ $got == 1 ]]; do :; done # a signal ends a wait, not the child
+  # a script ends with 0 after a signal too, and says so below its command in the log
+  ((code == 0)) && [[ -z $got ]] && awk '/^\$ /{s = 0} /^stopped by SIG/{s = 1} END {exit s}' "$log" &&
+    echo "${sizes[$1]}" > "$folder/finished"
+  [[ -n $late && $folder/agent.pt -nt $folder/lock ]] && scontrol requeue "$SLURM_JOB_ID" # it got on, so it may go on
+  return $code
 }
 
+declare -A state=() # of every run: left, running, finished, failed or elsewhere
+for i in "${todo[@]}"; do finished "$i" && state[$i]=finished || state[$i]=left; done
 if [[ -n $dry ]]; then
-  for i in "${!names[@]}"; do finished "$i" && echo "# finished: ${names[$i]}" || line_of "$i"; done
+  for i in "${todo[@]}"; do if finished "$i"; then echo "# finished: ${names[i]}"; else line_of "$i"; fi; done
   exit 0
 fi
-if [[ -n $task ]]; then # inside Slurm: python in the place of this shell gets the signals first-hand
-  i=$((task - 1))
-  ((i < total)) || die "--task $task, accepted: 1 to $total"
-  finished $i && exit 0
-  mkdir -p "runs/${names[$i]}"
-  $(line_of $i) >> "runs/${names[$i]}/log.txt" 2>&1 &
-  child=$!
-  trap 'kill -TERM $child' TERM INT
-  while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
-  ((code == 0)) && mark $i
+if [[ -n $task ]]; then # one task of the array
+  ((task <= ${#names[@]})) || die "--task $task, accepted: 1 to ${#names[@]}"
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+  train $((task - 1)); code=$?
+  ((code == 75)) && echo "another benchmark.sh is at ${names[task - 1]}" >&2
   exit $code
 fi
-if [[ -n $slurm ]]; then
+if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   command -v sbatch > /dev/null || die "--slurm needs sbatch on the PATH"
   mkdir -p runs
-  again="$(printf '%q ' "$PWD/benchmark.sh" "$block")${seeds:+--seeds $seeds }${steps:+--steps $steps }${only:+--only $only }${track:+$track }--python $python"
-  # shellcheck disable=SC2086
-  exec sbatch --job-name="sprl-$block" --array=1-"$total" --requeue --open-mode=append --signal=TERM@60 \
-    --output="runs/slurm-%A-%a.txt" $sbatch_flags --wrap "exec $again --task \$SLURM_ARRAY_TASK_ID"
+  read -ra flags <<< "$sbatch"
+  tasks=$(for i in "${todo[@]}"; do [[ ${state[$i]} == finished ]] || echo $((i + 1)); done | paste -sd,)
+  again="$block${seeds:+ --seeds $seeds}${steps:+ --steps $steps}${track:+ $track} --python $(printf %q "$python")"
+  # a task's number counts all runs of the block, whatever --only leaves. B: the signal goes to train, not to python.
+  # exec: a shell before benchmark.sh would die of scancel and take python along before it has saved
+  sbatch --job-name="sprl-$block" --array="$tasks" --requeue --open-mode=append --signal=B:USR1@120 --chdir="$PWD" \
+    --output="runs/slurm-%A-%a.txt" ${flags[@]+"${flags[@]}"} \
+    --wrap "exec ./benchmark.sh $again --task \$SLURM_ARRAY_TASK_ID" || exit 1
+  echo "once it has ended, the same command makes the figure and the table, or submits again what was not finished"
+  exit 0
 fi
 
 # ALL RUNS ############################################################################################################
 ((workers > 1)) && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-declare -A running=() failed=()
-done_before=0 done_now=0 start=$SECONDS stopping=''
-for i in "${!names[@]}"; do finished "$i" && done_before=$((done_before + 1)); done
-stop() { stopping=1; for pid in "${!running[@]}"; do kill -TERM "$pid" 2>/dev/null; done; }
-trap stop INT TERM
-progress() {
-  local left='' open=$((total - done_before - done_now - ${#failed[@]}))
-  ((done_now)) && left=", about $(((SECONDS - start) * open / done_now / 60 + 1)) min left"
-  printf '%s: %d done, %d running, %d failed of %d%s\n' "$block" $((done_before + done_now)) ${#running[@]} ${#failed[@]} "$total" "$left"
+step_of() { # the step that run i has reached, read off the progress bar in its log
+  tail -c 4000 "runs/${names[$1]}/log.txt" 2> /dev/null | tr '\r' '\n' | awk '/^\$ / && !/--resume/ {n = 0}
+    match($0, /[0-9]+\/[0-9]+ \[/) {n = substr($0, RSTART) + 0} END {print n + 0}'
 }
-collect() { # takes the runs that have ended out of the table
-  local pid i
-  for pid in "${!running[@]}"; do
-    kill -0 "$pid" 2>/dev/null && continue
-    i=${running[$pid]}; unset "running[$pid]"
-    if wait "$pid"; then
-      mark "$i"; finished "$i" && done_now=$((done_now + 1))
-    else
-      failed[$i]=1
-    fi
-    progress
+declare -A pids=() base=() at=() # the runs that are running; the steps of every run when we started, and now
+for i in "${todo[@]}"; do
+  base[$i]=0; [[ ${state[$i]} == left && -e runs/${names[i]}/agent.pt ]] && base[$i]=$(step_of "$i")
+  at[$i]=${base[$i]}
+done
+busy=0 last=$SECONDS shown='' shown_at=0 stopping='' every=600; [[ -t 1 ]] && every=5
+progress() { # in place on a terminal; else a line when a number changes, and every ten minutes
+  local i line left=0 longest=0 worked=0 minutes='' time=''
+  local -A n=([left]=0 [running]=0 [finished]=0 [failed]=0 [elsewhere]=0)
+  for i in "${todo[@]}"; do n[${state[$i]}]=$((n[${state[$i]}] + 1)); done
+  line="$block: ${n[finished]} done, ${n[running]} running, ${n[failed]} failed of ${#todo[@]}"
+  [[ $line == "$shown" ]] && ((SECONDS - shown_at < every)) && return
+  for i in "${todo[@]}"; do # work is counted in steps, so that a run resumed near its end counts little
+    [[ ${state[$i]} == running ]] && at[$i]=$(step_of "$i")
+    ((at[$i] < base[$i])) && base[$i]=${at[$i]} # its checkpoint was older than its log
+    worked=$((worked + at[$i] - base[$i]))
+    [[ ${state[$i]} == running || ${state[$i]} == left ]] || continue
+    left=$((left + sizes[i] - at[$i])) longest=$((sizes[i] - at[$i] > longest ? sizes[i] - at[$i] : longest))
   done
+  ((longest * workers > left)) && left=$((longest * workers)) # in the end workers idle while the last run goes on
+  ((worked > 0 && left > 0)) && minutes=$((busy * left / worked / workers / 60 + 1)) &&
+    time=", about $((minutes / 60)) h $((minutes % 60)) min left"
+  [[ -n $stopping ]] && time=', saving'
+  shown=$line shown_at=$SECONDS
+  if [[ -t 1 ]]; then printf '\r%s\e[K' "$line${time/ 0 h/}"; else echo "$line${time/ 0 h/}"; fi
 }
-for i in "${!names[@]}"; do
-  finished "$i" && continue
-  while ((${#running[@]} >= workers)) && [[ -z $stopping ]]; do sleep 1; collect; done
+tick() { # waits a moment and takes note of the runs that have ended
+  local pid i code
+  sleep 0.5
+  busy=$((busy + ${#pids[@]} * (SECONDS - last))) last=$SECONDS
+  for pid in "${!pids[@]}"; do
+    kill -0 "$pid" 2> /dev/null && continue
+    wait "$pid"; code=$? i=${pids[$pid]}
+    unset "pids[$pid]"
+    if finished "$i"; then state[$i]=finished at[$i]=${sizes[i]}
+    elif ((code == 75)); then state[$i]=elsewhere
+    elif [[ -n $stopping ]]; then state[$i]=left
+    else state[$i]=failed; fi
+  done
+  progress
+}
+stop() { stopping=1 shown=''; for pid in "${!pids[@]}"; do kill -TERM "$pid" 2> /dev/null; done; }
+trap stop INT TERM HUP
+for i in "${todo[@]}"; do
+  [[ ${state[$i]} == left ]] || continue
+  while ((${#pids[@]} >= workers)) && [[ -z $stopping ]]; do tick; done
   [[ -n $stopping ]] && break
-  mkdir -p "runs/${names[$i]}"
-  $(line_of "$i") >> "runs/${names[$i]}/log.txt" 2>&1 &
-  running[$!]=$i
+  train "$i" &
+  pids[$!]=$i state[$i]=running
   progress
 done
-while ((${#running[@]})); do sleep 1; collect; done
-[[ -n $stopping ]] && { echo "stopped; start it again to go on"; exit 130; }
+[[ -n $stopping ]] && stop # once more, for a run that was just being started
+while ((${#pids[@]})); do tick; done
+[[ -t 1 ]] && echo
 
-for i in "${!failed[@]}"; do
-  echo "failed: runs/${names[$i]}/log.txt: $(tr '\r' '\n' < "runs/${names[$i]}/log.txt" | tail -n 1)" >&2
+code=0
+for i in "${todo[@]}"; do
+  log=runs/${names[i]}/log.txt
+  [[ ${state[$i]} == elsewhere ]] && code=1 && echo "another benchmark.sh is at it: $log" >&2
+  [[ ${state[$i]} == failed ]] && code=1 &&
+    echo "failed: $log: $(tr '\r' '\n' < "$log" | tr -cd '[:print:]\n' | grep . | tail -n 1 | cut -c 1-200)" >&2
 done
-for i in "${!names[@]}"; do
-  finished "$i" || continue
-  label=${names[$i]#*__}
-  "$python" analysis/curves.py export "runs/${names[$i]}/agent.pt" --out "$folder" --label "${label%__s*}"
+[[ -n $stopping ]] && { echo "stopped; the same command again goes on"; exit 130; }
+
+declare -A files=() # of every block and label
+for i in "${todo[@]}"; do finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
+for key in "${!files[@]}"; do
+  read -ra paths <<< "${files[$key]}"
+  "$python" analysis/curves.py export "${paths[@]}" --out "results/${key% *}" --label "${key#* }" > /dev/null || code=1
 done
-"$python" analysis/curves.py figure "$folder" && echo "figure and table: $folder"
-((${#failed[@]} == 0))
+for name in $(printf '%s\n' "${!files[@]}" | cut -d' ' -f1 | sort -u); do
+  "$python" analysis/curves.py figure "results/$name" && echo "figure and table: results/$name" || code=1
+done
+exit $code

@@ -469,9 +469,11 @@ def make_rnet(envs, args):
 
 def compare_pairs(rnet, embeddings, early, late):
     """Logits of pairs of embeddings (B, 2, ...), given by their numbers, by chunks of bounded memory."""
-    pairs = zip(early.split(rnet.chunk), late.split(rnet.chunk))
-    logits = [rnet.compare(embeddings[a, 0], embeddings[b, 1]) for a, b in pairs]
-    return torch.cat(logits) if logits else torch.zeros(0, device=embeddings.device)
+    logits = torch.zeros(len(early), device=embeddings.device)
+    for start in range(0, len(early), rnet.chunk):
+        mb = slice(start, start + rnet.chunk)
+        logits[mb] = rnet.compare(embeddings[early[mb], 0], embeddings[late[mb], 1])
+    return logits
 
 
 class Ring:

@@ -375,9 +375,11 @@ def make_rnet(envs, args):
 
 def compare_pairs(rnet, embeddings, early, late):
     """Logits of pairs of embeddings (B, 2, ...), given by their numbers, by chunks of bounded memory."""
-    pairs = zip(early.split(rnet.chunk), late.split(rnet.chunk))
-    logits = [rnet.compare(embeddings[a, 0], embeddings[b, 1]) for a, b in pairs]
-    return torch.cat(logits) if logits else torch.zeros(0, device=embeddings.device)
+    logits = torch.zeros(len(early), device=embeddings.device)
+    for start in range(0, len(early), rnet.chunk):
+        mb = slice(start, start + rnet.chunk)
+        logits[mb] = rnet.compare(embeddings[early[mb], 0], embeddings[late[mb], 1])
+    return logits
 
 
 class Ring:
@@ -525,7 +527,7 @@ def ksp_cost(rnet, embeddings, ages, k, tolerance, num_tolerance_samples, q):
     pairs = np.stack([late - gaps[samples] * num_envs, late, (steps * num_envs + envs) * len(gaps) + samples])
     early, late, slots = torch.from_numpy(pairs).to(device, non_blocking=True)
     scores = torch.zeros(num_steps * num_envs * len(gaps), device=device)
-    scores[slots] = compare_pairs(rnet, embeddings.flatten(0, 1), early, late).float().sigmoid()
+    scores[slots] = compare_pairs(rnet, embeddings.flatten(0, 1), early, late).sigmoid()
     scores = scores.view(num_steps, num_envs, len(gaps))
     return (percentile(scores, q) > 0.5).float()
 

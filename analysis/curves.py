@@ -22,8 +22,10 @@ from evaluate import fail, first_line, load_checkpoint
 
 COLUMNS = ("step", "return", "success", "length", "cost_rate", "rnet_accuracy")
 COLOURS = {  # Okabe and Ito's, which the colour-blind tell apart; the order is the order of legends and tables
-    "sprl": "#D55E00", "gt-sprl": "#009E73", "ppo": "#0072B2", "eco": "#CC79A7", "icm": "#E69F00", "rnd": "#56B4E9",
+    "sprl": "#D55E00", "gt-sprl": "#009E73", "ppo": "#0072B2", "eco": "#CC79A7", "icm": "#E69F00",
+    "gt-grid": "#56B4E9",
 }  # fmt: skip
+DASHES = ("--", ":", "-.")  # of the methods that are not in COLOURS
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Export:
     out: str
     """folder of the CSV files, made if missing, e.g. results/minigrid"""
     label: str | None = None
-    """name of the method, letters, digits, dots and hyphens (default: ppo, sprl or gt-sprl by the run's settings)"""
+    """name of the method, letters, digits, dots and hyphens (default: by the run's script and settings)"""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Figure:
 def method_label(script, args):
     method = (script.removesuffix(".py").split("_") + [script])[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
     if method != "sprl":
-        return method
+        return {"gtgrid": "gt-grid"}.get(method, method)
     return ("gt-sprl" if args.get("rnet") == "oracle" else "sprl") if args.get("cost_scale") else "ppo"
 
 
@@ -117,22 +119,49 @@ def read_run(path):
         run = {name: table[:, header.index(name)] for name in COLUMNS}
     except (OSError, ValueError, IndexError) as error:
         fail(f"{path} is not a file that export wrote ({first_line(error)})")
-    if not (np.diff(run["step"]) > 0).all() or np.isnan(run["return"]).all():
+    if not (np.diff(run["step"]) > 0).all() or np.isnan(run["step"]).any() or np.isnan(run["return"]).all():
         fail(f"{path} is no learning curve, accepted: increasing steps, and a return in at least one row")
+    if np.isinf(table).any():
+        fail(f"{path} has an infinite number in it, accepted: finite ones and blanks")
     return run | {"comments": comments}
 
 
 def read_folder(folder):
     """{env: {method: [run, ...]}}, methods in the order of COLOURS and then by name."""
     runs = defaultdict(lambda: defaultdict(list))
-    for path in sorted(Path(folder).glob("*__*__s*.csv")):
-        env_id, method, _ = path.stem.rsplit("__", 2)
-        runs[env_id][method].append(read_run(path))
+    for path in sorted(Path(folder).glob("*__*__s*.csv"), key=lambda path: natural(path.name)):
+        env_id, method, seed = path.stem.rsplit("__", 2)
+        if re.fullmatch(r"s\d+", seed):
+            runs[env_id][method].append(read_run(path) | {"seed": int(seed[1:])})
     if not runs:
         fail(f"{folder} has no <env>__<label>__s<seed>.csv in it, accepted: a folder that export wrote to")
-    order = [*COLOURS, *sorted({method for by_method in runs.values() for method in by_method})]
-    envs = sorted(runs, key=lambda env_id: [part.zfill(9) for part in re.split(r"(\d+)", env_id)])  # 7x7 before 11x11
-    return {env_id: {method: runs[env_id][method] for method in order if method in runs[env_id]} for env_id in envs}
+    order = list(method_styles({method for by_method in runs.values() for method in by_method}))
+    return {
+        env_id: {method: runs[env_id][method] for method in order if method in runs[env_id]}
+        for env_id in sorted(runs, key=natural)
+    }
+
+
+def natural(name):
+    """A key that sorts 7x7 before 11x11."""
+    return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def short_name(env_id):
+    return env_id.removeprefix("MiniGrid-").removesuffix("-v0")
+
+
+def method_name(method):
+    return {"gt-grid": "GT-Grid"}.get(method, method.upper() if method in COLOURS else method)
+
+
+def method_styles(methods):
+    """{method: (colour, dashes)}, in the order of legends; methods outside COLOURS take its colours with dashes."""
+    others = [(method, i) for i, method in enumerate(sorted(set(methods) - set(COLOURS), key=natural))]
+    colours = list(COLOURS.values())[::-1]
+    return {method: (colour, "-") for method, colour in COLOURS.items() if method in methods} | {
+        method: (colours[i % len(colours)], DASHES[i // len(colours) % len(DASHES)]) for method, i in others
+    }
 
 
 def points(run, name):
@@ -221,11 +250,7 @@ def draw(runs, path, smooth, rnet_accuracy):
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    others = sorted({method for by_method in runs.values() for method in by_method} - set(COLOURS))
-    styles = {method: {"color": colour} for method, colour in COLOURS.items()} | {
-        method: {"color": list(COLOURS.values())[-1 - i % 6], "linestyle": ("--", ":", "-.")[i // 6 % 3]}
-        for i, method in enumerate(others)
-    }
+    styles = method_styles({method for by_method in runs.values() for method in by_method})
     names = {"return": "episode return"} | ({"rnet_accuracy": "RNet held-out accuracy"} if rnet_accuracy else {})
     columns = min(len(runs), 4)
     height = math.ceil(len(runs) / columns) * len(names)
@@ -244,8 +269,9 @@ def draw(runs, path, smooth, rnet_accuracy):
                 grid, curves = seed_curves(seeds, name, smooth)
                 if curves:  # a method without an RNet has no accuracy
                     mean, error = mean_and_error(curves)
-                    (handles[method],) = axis.plot(grid, mean, linewidth=1.8, **styles[method])
-                    axis.fill_between(grid, mean - error, mean + error, color=styles[method]["color"], alpha=0.2, lw=0)
+                    colour, dashes = styles[method]
+                    (handles[method],) = axis.plot(grid, mean, linewidth=1.8, color=colour, linestyle=dashes)
+                    axis.fill_between(grid, mean - error, mean + error, color=colour, alpha=0.2, lw=0)
             if name == "rnet_accuracy":
                 axis.set_ylim(0.45, 1.02)
             elif axis.get_ylim()[0] > -0.1 and axis.get_ylim()[1] < 1.1:  # returns in [0, 1]: one scale for all panels
@@ -259,7 +285,7 @@ def draw(runs, path, smooth, rnet_accuracy):
             if panel % columns == 0:
                 axis.set_ylabel(label)
             if row == 0:
-                axis.set_title(env_id.removeprefix("MiniGrid-").removesuffix("-v0"), fontsize=10)
+                axis.set_title(short_name(env_id), fontsize=10)
             if row == len(names) - 1:
                 note = f"\n(running mean of {smooth} of 200 points)" if smooth > 1 else ""
                 axis.set_xlabel("environment steps" + note)
@@ -268,7 +294,7 @@ def draw(runs, path, smooth, rnet_accuracy):
     for method in methods:
         few, many = min(counts[method]), max(counts[method])
         seeds = "1 seed" if many == 1 else f"{many} seeds" if few == many else f"{few} to {many} seeds"
-        texts.append(f"{method.upper() if method in COLOURS else method} ({seeds})")
+        texts.append(f"{method_name(method)} ({seeds})")
     figure.legend(
         [handles[method] for method in methods], texts, loc="outside lower center", ncols=min(len(texts), 2 * columns),
         frameon=False, title="mean and standard error over seeds", title_fontsize=8,

@@ -204,7 +204,7 @@ def test_quota_keeps_short_episodes_from_being_over_counted():
     line = evaluate.summary([row[1] for row in rows], [row[2] for row in rows], 5)
     assert line == "return 0.875 ± 0.072, success 1.00, steps 3.5 over 4 episodes (seed 5)"  # 0.125 * 2 / sqrt(3) / 2
     # a stack is cut at the reward of t = 2 and at an episode's start, where training cuts it
-    times = [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3], [2, 3, 4], [3, 4, 5], [6, 6, 6]]
+    times = [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
     assert [stack[1, :, 2].tolist() for stack in agent.seen] == times + times[:6]
     assert [stack[1, :, 1].tolist() for stack in agent.seen] == [[0] * 3] * 7 + [[1] * 3] * 6
     assert evaluate.most_likely(agent, torch.zeros(5, 3, 3), 3).tolist() == [1] * 5
@@ -317,6 +317,22 @@ def test_labels():
     ):  # fmt: skip
         assert curves.method_label(SCRIPT, settings) == label
     assert curves.method_label("ppo_eco.py", {}) == "eco"
+    assert curves.method_label("ppo_gtgrid.py", {}) == "gt-grid"  # as benchmark.sh calls it
+    assert [curves.method_name(name) for name in ("gt-grid", "gt-sprl", "k5")] == ["GT-Grid", "GT-SPRL", "k5"]
+
+
+def test_order_and_styles(tmp_path):
+    """Known methods come first and solid, others by name and dashed; 7 sorts before 11; other files are no runs."""
+    for name in ("Maze-11__k10__s1", "Maze-7__k5__s2", "Maze-7__k5__s10", "Maze-7__k10__s1", "Maze-7__gt-grid__s1"):
+        write_csv(tmp_path / f"{name}.csv", [(50, 0.5)])
+    (tmp_path / "Maze-7__k5__summary.csv").write_text("of another kind\n")
+    runs = curves.read_folder(tmp_path)
+    assert {env_id: list(by_method) for env_id, by_method in runs.items()} == {
+        "Maze-7": ["gt-grid", "k5", "k10"], "Maze-11": ["k10"],
+    }  # fmt: skip
+    assert list(runs) == ["Maze-7", "Maze-11"] and [run["seed"] for run in runs["Maze-7"]["k5"]] == [2, 10]
+    styles = curves.method_styles({f"m{i}" for i in range(18)} | set(curves.COLOURS))
+    assert len(set(styles.values())) == 24 and styles["gt-grid"] == ("#56B4E9", "-")
 
 
 def test_statistics_by_hand():

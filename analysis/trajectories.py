@@ -1,0 +1,279 @@
+"""Draws an agent's trajectories of low and of high k-SP cost side by side (SPRL, Appendix C).
+
+    python analysis/trajectories.py runs/<name>/agent.pt --episodes 200        # results/trajectories
+    python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --out runs/<name>/trajectories
+
+Plays episodes on fresh layouts and asks for the k-SP cost of every step: of the checkpoint's own reachability network
+(RNet) if it has one, else of the true reachability. The figure shows trajectories of the quarter of the episodes with
+the lowest mean cost per step and of the quarter with the highest, spread evenly over each quarter and not chosen. A
+path goes from purple to yellow as time passes; it is shaken a little, so that what lies on one another can be seen and
+turning in place becomes a scribble.
+
+Differences from the paper: it shows 60 steps of one room of Montezuma's Revenge and the visits of all trajectories at
+once. Here an episode is as long as it is, and as its layout is its own it gets its own map. Another domain adds a line
+to VIEWS: where its agents are, and what to draw below the path.
+"""
+
+import csv
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass, field
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from evaluate import fail, first_line, load_checkpoint, load_script, play, summary
+
+SPRL = "ppo_sprl_minigrid.py"  # has the cost and the oracle, and the settings of the cost where a checkpoint has none
+TILE, COLUMNS, ROWS = 16, 4, 3  # pixels of a grid square; maps per quarter
+
+
+@dataclass
+class Args:
+    checkpoint: tyro.conf.Positional[str]
+    """path of the agent.pt that a training wrote"""
+    episodes: int = 200
+    """episodes to play, 4 to 100000"""
+    seed: int = 1
+    """seed of the layouts and of the sampled actions, at least 0"""
+    out: str = "results/trajectories"
+    """folder of trajectories.csv and trajectories.png, made if missing"""
+
+
+# DOMAINS #############################################################################################################
+def grid_positions(envs):
+    """Where the agents are, (N, 2), in pixels of the background."""
+    return (envs.positions() + 0.5) * TILE - 0.5
+
+
+def grid_background(envs, i):
+    """Environment i's map without its agent, an image."""
+    return envs.worlds[i].grid.render(TILE, agent_pos=(-1, -1))
+
+
+VIEWS = {"GridWorlds": (grid_positions, grid_background)}  # by the class of the environments
+
+
+# PLAY ################################################################################################################
+@dataclass
+class Episode:
+    env: int
+    background: np.ndarray
+    frames: list = field(default_factory=list)  # T + 1 observations
+    places: list = field(default_factory=list)  # T + 1 positions in pixels
+    states: list = field(default_factory=list)  # T + 1 numbers of the oracle's, if there is one
+    rewards: list = field(default_factory=list)  # T
+
+
+class Recorder:
+    """Environments that keep what they show. Where the episode was over, a step begins the next one (NEXT_STEP)."""
+
+    def __init__(self, envs, positions, background, observe=None):
+        self.envs, self.positions, self.background, self.observe = envs, positions, background, observe
+        self.finished = []
+
+    def __getattr__(self, name):
+        return getattr(self.envs, name)
+
+    def _note(self, obs, begins, rewards=None):
+        places = self.positions(self.envs)
+        states = self.observe() if self.observe else np.zeros(self.envs.num_envs, int)
+        for i in range(self.envs.num_envs):
+            if begins[i]:
+                self.running[i] = Episode(i, self.background(self.envs, i))
+            else:
+                self.running[i].rewards.append(float(rewards[i]))
+            self.running[i].frames.append(np.copy(obs[i]))
+            self.running[i].places.append(np.copy(places[i]))
+            self.running[i].states.append(int(states[i]))
+
+    def reset(self, **kwargs):
+        obs, info = self.envs.reset(**kwargs)
+        self.running, self.done = [None] * self.envs.num_envs, np.zeros(self.envs.num_envs, bool)
+        self._note(obs, ~self.done)
+        return obs, info
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, info = self.envs.step(actions)
+        self._note(obs, self.done, rewards)
+        self.done = terminations | truncations
+        self.finished += [self.running[i] for i in np.flatnonzero(self.done)]
+        return obs, rewards, terminations, truncations, info
+
+
+def first_episodes(finished, quotas):
+    """Environment i's first quotas[i] episodes, in the order in which they ended; the rest would favour short ones."""
+    left, kept = np.array(quotas), []
+    for episode in finished:
+        left[episode.env] -= 1
+        if left[episode.env] >= 0:
+            kept.append(episode)
+    return kept
+
+
+# COST ################################################################################################################
+def segment_ages(rewards):
+    """Steps (T + 1,) since each frame's segment began: at the episode's start, or at the last non-zero reward."""
+    ages = [0]
+    for reward in rewards:
+        ages.append(ages[-1] + 1 if reward == 0 else 0)
+    return np.array(ages)
+
+
+def step_costs(episode, sprl, judge, settings, embed_frames=None):
+    """The k-SP cost (T,) of the episode's steps by the script's own ksp_cost; the judge is an RNet or the oracle."""
+    ages = segment_ages(episode.rewards)[1:, None]
+    k, tolerance, num_tolerance_samples, q = settings
+    comparable = ages.max() >= k + tolerance * np.arange(1, num_tolerance_samples + 1)
+    if np.percentile(comparable.astype(float), q) <= 0.5:  # too short for any cost, and perhaps for any pair
+        return np.zeros(len(ages))
+    if embed_frames:
+        frames = torch.from_numpy(np.stack(episode.frames)).unsqueeze(1)  # (T + 1, 1, ...): one environment
+        rows = torch.arange(len(frames))
+        embeddings = embed_frames(judge.embed, frames, rows.unsqueeze(1), rows, judge.m)
+    else:
+        embeddings = torch.tensor(episode.states)[:, None, None, None].expand(-1, -1, 2, -1)
+    return sprl.ksp_cost(judge, embeddings, ages, *settings).squeeze(1).numpy()
+
+
+def quarters(costs):
+    """Indices of the lowest and of the highest quarter of the costs, each from low to high; ties in order of play."""
+    order = np.argsort(costs, kind="stable")
+    size = max(1, len(order) // 4)
+    return order[:size], order[-size:]
+
+
+def spread(ranked, count):
+    """At most `count` of them, evenly spaced, the first and the last included."""
+    return ranked[np.unique(np.linspace(0, len(ranked) - 1, min(count, len(ranked))).round().astype(int))]
+
+
+# FIGURE ##############################################################################################################
+def draw(episodes, costs, title, judge_name, path):
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.collections import LineCollection
+
+    figure = plt.figure(figsize=(13.2, 5.9), layout="constrained")
+    colours = plt.get_cmap("plasma")
+    rng = np.random.default_rng(0)
+    blocks = figure.subfigures(1, 2, wspace=0.05)
+    for block, name, ranked in zip(blocks, ("lowest", "highest"), quarters(costs)):
+        mean_steps = np.mean([len(episodes[i].rewards) for i in ranked])
+        block.suptitle(
+            f"{name} quarter of k-SP cost: {costs[ranked].min():.2f} to {costs[ranked].max():.2f} per step, "
+            f"{mean_steps:.0f} steps on average",
+            fontsize=10,
+            weight="bold",
+        )
+        axes = block.subplots(ROWS, COLUMNS).ravel()
+        for axis in axes:
+            axis.axis("off")
+        for axis, i in zip(axes, spread(ranked, len(axes))):
+            episode, steps = episodes[i], len(episodes[i].rewards)
+            axis.imshow(episode.background, alpha=0.75)
+            shake = rng.uniform(-0.27, 0.27, (steps + 1, 2)) * TILE
+            shake[[0, -1]] = 0  # the marks lie in the middle of their squares
+            line = np.stack(episode.places) + shake
+            pieces = LineCollection(
+                np.stack([line[:-1], line[1:]], 1),
+                colors=colours(np.linspace(0.25, 0.95, steps)),
+                linewidths=1.5,
+                alpha=0.9,
+                capstyle="round",
+            )
+            axis.add_collection(pieces)
+            axis.plot(*line[0], "o", markersize=6, color="white", markeredgecolor="black", zorder=3)
+            axis.plot(*line[-1], "X", markersize=7, color=colours(0.95), markeredgecolor="black", zorder=3)
+            axis.set_title(f"cost {costs[i]:.2f}, {steps} steps", fontsize=9, pad=3)
+    caption = (
+        f"{title}\nCost per step by {judge_name}. White dot: start; cross: end; purple to yellow: time; green: goal."
+    )
+    figure.supxlabel(caption, fontsize=8.5, x=0.01, ha="left")
+    figure.savefig(path, dpi=150, format="png")
+    plt.close(figure)
+
+
+def write_costs(episodes, costs, path):
+    low, high = quarters(costs)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("episode", "return", "steps", "cost_per_step", "quarter"))
+        for i, episode in enumerate(episodes):
+            quarter = "lowest" if i in low else "highest" if i in high else ""
+            writer.writerow((i, f"{sum(episode.rewards):.4f}", len(episode.rewards), f"{costs[i]:.4f}", quarter))
+
+
+def main(args):
+    if not 4 <= args.episodes <= 100_000:
+        fail(f"--episodes {args.episodes} is out of range, accepted: 4 to 100000")
+    if args.seed < 0:
+        fail(f"--seed {args.seed} is out of range, accepted: 0 or more")
+    checkpoint = load_checkpoint(args.checkpoint, {"script": str, "args": dict, "agent": dict})
+    script = load_script(checkpoint["script"], args.checkpoint)
+    sprl = script if checkpoint["script"] == SPRL else load_script(SPRL, args.checkpoint)
+    world_seed, action_seed = (int(word) >> 2 for word in np.random.SeedSequence(args.seed).generate_state(2))
+    try:
+        known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
+        run_args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        run_args.num_envs, run_args.seed = min(args.episodes, run_args.num_envs), world_seed
+        envs = script.make_envs(run_args)
+        agent = script.make_agent(envs, run_args)
+        agent.load_state_dict(checkpoint["agent"])
+        if "rnet" in checkpoint:
+            judge = script.make_rnet(envs, run_args).eval()
+            judge.load_state_dict(checkpoint["rnet"])
+    except Exception as error:
+        fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
+    if type(envs).__name__ not in VIEWS:
+        fail(f"{args.checkpoint} plays {type(envs).__name__}, accepted: {', '.join(VIEWS)}")
+
+    names = ("k", "tolerance", "num_tolerance_samples", "cost_percentile")
+    settings = [getattr(run_args, name, getattr(sprl.Args, name)) for name in names]
+    if "rnet" in checkpoint:
+        observe, judge_name = None, "the checkpoint's RNet"
+        if not checkpoint.get("schedule", {}).get("ready", True):
+            judge_name += ", which its training did not trust yet"
+    else:
+        judge = sprl.Oracle(envs.worlds, settings[0] - 1)
+        observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
+    judge_name += f", k = {settings[0]}, Dt = {settings[1]}, N = {settings[2]}"
+    files = [os.path.join(args.out, name) for name in ("trajectories.csv", "trajectories.png")]
+    try:
+        os.makedirs(args.out, exist_ok=True)
+        quotas = np.full(envs.num_envs, args.episodes // envs.num_envs)
+        quotas[: args.episodes % envs.num_envs] += 1
+        torch.manual_seed(action_seed)
+        recorder = Recorder(envs, *VIEWS[type(envs).__name__], observe)
+        played = play(recorder, agent, script.stack_frames, run_args.stack_observations, quotas, world_seed)
+        episodes = first_episodes(recorder.finished, quotas)
+        embed_frames = script.embed_frames if "rnet" in checkpoint else None
+        with torch.inference_mode():
+            costs = [step_costs(episode, sprl, judge, settings, embed_frames).mean() for episode in episodes]
+        costs = np.array(costs)
+        title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
+        title += f"{args.episodes} episodes, of which each quarter shows an even spread."
+        write_costs(episodes, costs, f"{files[0]}.tmp")
+        draw(episodes, costs, title, judge_name, f"{files[1]}.tmp")
+        for path in files:
+            os.replace(f"{path}.tmp", path)
+    except OSError as error:  # no permission, full disk, a file where a folder should be
+        fail(f"--out {args.out} cannot be written ({first_line(error)})")
+    except KeyboardInterrupt:
+        sys.exit(print("stopped, nothing was written", file=sys.stderr) or 130)
+    finally:
+        for path in files:
+            if os.path.exists(f"{path}.tmp"):
+                os.remove(f"{path}.tmp")
+    print(summary(*list(zip(*played))[1:], args.seed))
+    print(f"k-SP cost per step by {judge_name}: {costs.mean():.3f}")
+    for name, quarter in zip(("lowest", "highest"), quarters(costs)):
+        steps = np.mean([len(episodes[i].rewards) for i in quarter])
+        success = np.mean([episodes[i].rewards[-1] > 0 for i in quarter])
+        print(f"{name} quarter: cost {costs[quarter].mean():.3f}, {steps:.1f} steps, success {success:.2f}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,434 @@
+"""benchmark.sh: what it runs, skips, resumes and reports; mostly with a program in python's place that pretends."""
+
+import os
+import pty
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tyro
+from conftest import ROOT, SCRIPTS, load
+
+FOUR_ROOMS = "MiniGrid-FourRooms-7x7-v0"
+PPO_1, PPO_2, SPRL_1, SPRL_2 = (f"quick__{FOUR_ROOMS}__{label}__s{s}" for label in ("ppo", "sprl") for s in (1, 2))
+QUICK = [PPO_1, PPO_2, SPRL_1, SPRL_2]
+
+# trains 100 steps in 0.1 s and behaves as the scripts do: a bar, a checkpoint on a signal and at the end, exit code 0;
+# a file `fail` names runs that fail, a file `slow` makes training slow until it is removed
+PRETEND = """
+    import os, signal, sys, time
+    if "curves.py" in sys.argv[1]:
+        print(*sys.argv[1:], file=open("analysed", "a"))
+        sys.exit()
+    flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+    name, total = flags["--run-name"], int(flags["--total-timesteps"])
+    print(*sys.argv[1:], file=open("started", "a"))
+    checkpoint, stopped, step = f"runs/{name}/agent.pt", [], 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: stopped.append(signal.Signals(received).name))
+    if "--resume" in flags:
+        step = int(open(flags["--resume"]).read())
+    elif os.path.exists(checkpoint):
+        sys.exit("agent.pt exists")
+    if os.path.exists("fail") and name in open("fail").read():
+        print("a bar\\r\\nRuntimeError: out of luck", file=sys.stderr)
+        sys.exit(3)
+    while step < total and not stopped:
+        time.sleep(0.1)
+        step += 1 if os.path.exists("slow") else 100
+        print(f"\\r  5%|# | {step}/{total} [00:01<00:09, 9step/s]", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    time.sleep(len(stopped[:1]))  # a large checkpoint
+    open(checkpoint, "w").write(str(step))
+    if stopped:
+        print(f"stopped by {stopped[0]}, resume: python {sys.argv[1]} --resume {checkpoint}")
+    print("return 0.5")
+"""
+
+
+class Tree:
+    """A copy of what benchmark.sh needs, in a folder with a space in its name."""
+
+    def __init__(self, folder):
+        self.folder = folder / "my copy"
+        shutil.copytree(ROOT / "analysis", self.folder / "analysis", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ["benchmark.sh", *SCRIPTS]:
+            shutil.copy(ROOT / name, self.folder)
+        self.python = folder / "my python"
+        self.python.write_text(f"#!{sys.executable}\n" + textwrap.dedent(PRETEND))
+        self.python.chmod(0o755)
+        self.started_processes, self.jobs = [], []
+
+    def command(self, flags, python=None):
+        return [str(self.folder / "benchmark.sh"), *shlex.split(flags), "--python", str(python or self.python)]
+
+    def __call__(self, flags, **kwargs):
+        options = {"capture_output": True, "text": True, "timeout": 200, "cwd": "/"} | kwargs
+        return subprocess.run(self.command(flags, options.pop("python", None)), **options)
+
+    def start(self, flags, **kwargs):
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        process = subprocess.Popen(self.command(flags), **options | kwargs)
+        self.started_processes.append(process)
+        return process
+
+    def write(self, path, text=""):
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text)
+
+    def lines(self, path):
+        path = self.folder / path
+        return path.read_text().splitlines() if path.exists() else []
+
+    def started(self):
+        """Names of the runs in the order in which they were started."""
+        return [re.search(r"--run-name (\S+)", line)[1] for line in self.lines("started")]
+
+    def forget(self):
+        for name in ("started", "analysed"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def checkpoint(self, name):
+        return int((self.folder / "runs" / name / "agent.pt").read_text())
+
+    def wait_for(self, condition, seconds=60):
+        deadline = time.time() + seconds
+        while not condition():
+            assert time.time() < deadline, "waited in vain"
+            time.sleep(0.05)
+
+    def wait_for_steps(self, *names):
+        """Until each of these runs has trained a little."""
+        logs = [self.folder / "runs" / name / "log.txt" for name in names]
+        self.wait_for(lambda: all(log.exists() and re.search(r"\d+/\d+ \[", log.read_text()) for log in logs))
+
+
+def processes_of(session):
+    """(pid, command) of what a process started with start() has started, and of itself."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session.pid:
+                found.append((int(folder.name), (folder / "cmdline").read_text()))
+        except (ProcessLookupError, FileNotFoundError):  # it has ended
+            pass
+    return found
+
+
+@pytest.fixture
+def tree(tmp_path):
+    tree = Tree(tmp_path)
+    yield tree
+    for job in tree.jobs:
+        subprocess.run(["scancel", "--quiet", job])
+    for process in tree.started_processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.communicate()
+
+
+# THE COMMANDS ########################################################################################################
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("", "no block given, accepted: ablation-k"),
+        ("quik", "unknown block 'quik', accepted: ablation-k"),
+        ("quick minigrid", "two blocks"),
+        ("quick --seed 2", "--seed"),
+        ("quick --seeds x", "--seeds 'x'"),
+        ("quick --seeds", "--seeds"),
+        ("quick --workers 0", "--workers '0'"),
+        ("quick --steps 1e6", "--steps '1e6'"),
+        ("quick --only", "--only"),
+        ("quick --only sprk", "'sprk', accepted: ppo sprl MiniGrid-FourRooms-7x7-v0"),
+        ("quick --only ppo,KeyDoors", "'KeyDoors', accepted"),
+        ("quick --task 5", "1 to 4"),
+        ("quick --python nowhere/python", "nowhere/python"),
+    ],
+)
+def test_bad_options_are_refused(tree, flags, said):
+    command = [str(tree.folder / "benchmark.sh"), *flags.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result.stderr
+    assert not (tree.folder / "runs").exists()
+
+
+def test_every_line_is_a_whole_command(tree):
+    """The scripts take the flags as they stand, and no two runs share a folder."""
+    lines = tree("all --dry-run --seeds 1").stdout.splitlines() + tree("quick --dry-run --seeds 1").stdout.splitlines()
+    names = []
+    for line in lines:
+        python, script, *flags = shlex.split(line)
+        assert python == str(tree.python)
+        module = load(script)
+        args = tyro.cli(module.Args, args=flags)
+        module.check_args(args)
+        names.append(args.run_name)
+        assert args.seed == 1 and args.total_timesteps >= 250_000 and args.env_id in args.run_name
+    assert len(set(names)) == len(lines) >= 20 + 3 + 4 + 3 + 4 + 2
+    assert tree.started() == []
+
+
+def test_only_and_seeds(tree):
+    def chosen(flags):
+        lines = tree(f"minigrid --dry-run --seeds 3 {flags}").stdout.splitlines()
+        return Counter(tuple(re.search(r"minigrid__MiniGrid-(\S+)-v0__(\S+)__s", line).groups()) for line in lines)
+
+    assert chosen("--only sprl,KeyDoors-7x7") == {("KeyDoors-7x7", "sprl"): 3}
+    assert chosen("--only eco,icm,KeyDoors-11x11,FourRooms-11x11") == {
+        (f"{world}-11x11", method): 3 for world in ("FourRooms", "KeyDoors") for method in ("eco", "icm")
+    }
+    assert len(chosen("--only KeyDoors")) == 10 and len(chosen("--only gt-grid")) == 4
+
+
+# RUNNING #############################################################################################################
+def test_runs_everything_once_and_draws(tree):
+    result = tree("quick --workers 2 --steps 300")
+    assert result.returncode == 0, result.stderr
+    assert sorted(tree.started()) == QUICK and "4 done, 0 running, 0 failed of 4" in result.stdout
+    assert Counter(tree.lines("analysed")) == Counter(
+        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out results/quick --label {label}"
+         for one, two, label in ((PPO_1, PPO_2, "ppo"), (SPRL_1, SPRL_2, "sprl"))]
+        + ["analysis/curves.py figure results/quick"]
+    )  # fmt: skip
+    tree.forget()
+    again = tree("quick --workers 2 --steps 300")
+    assert again.returncode == 0 and tree.started() == [] and len(tree.lines("analysed")) == 3
+    assert tree("quick --steps 300 --dry-run").stdout.splitlines() == [f"# finished: {name}" for name in QUICK]
+
+
+def test_workers_bound_the_runs_at_a_time(tree):
+    output = tree("quick --workers 3 --seeds 2 --steps 500").stdout
+    assert {int(n) for n in re.findall(r"(\d+) running", output)} == {0, 1, 2, 3}
+
+
+def test_failed_run_is_listed_and_tried_again(tree):
+    tree.write("fail", SPRL_1)
+    result = tree("quick --workers 2 --steps 100")
+    assert result.returncode == 1 and "3 done, 0 running, 1 failed of 4" in result.stdout
+    assert result.stderr == f"failed: runs/{SPRL_1}/log.txt: RuntimeError: out of luck\n"
+    assert sum("figure" in line for line in tree.lines("analysed")) == 1
+    tree.forget()
+    tree.write("fail")
+    assert tree("quick --workers 2 --steps 100").returncode == 0 and tree.started() == [SPRL_1]
+
+
+def test_raised_steps_go_on_from_the_checkpoint(tree):
+    """All flags stand in a resumed line, so the new number of steps holds; a lower number is reached already."""
+    assert tree("quick --only ppo --seeds 1 --steps 200").returncode == 0
+    tree.forget()
+    assert tree("quick --only ppo --seeds 1 --steps 500").returncode == 0
+    (line,) = tree.lines("started")
+    flags = "--seed 1 --total-timesteps 500 --cost-scale 0"
+    assert line.endswith(f"{FOUR_ROOMS} {flags} --run-name {PPO_1} --resume runs/{PPO_1}/agent.pt")
+    assert tree.checkpoint(PPO_1) == 500
+    assert tree("quick --only ppo --seeds 1 --steps 300 --dry-run").stdout == f"# finished: {PPO_1}\n"
+
+
+@pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP"])
+def test_stopped_by_a_signal_and_started_again(tree, by):
+    """All runs save before it ends. Ctrl-C and a closed terminal reach the whole process group."""
+    tree.write("slow")
+    process = tree.start("quick --workers 2 --steps 400")
+    tree.wait_for_steps(PPO_1, PPO_2)
+    if by == "SIGTERM":
+        process.terminate()
+    else:
+        os.killpg(process.pid, signal.SIGINT if by == "Ctrl-C" else signal.SIGHUP)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command again goes on" in output
+    assert errors in ("", "Hangup\n")
+    assert 0 < tree.checkpoint(PPO_1) < 400 and 0 < tree.checkpoint(PPO_2) < 400
+    assert sorted(tree.started()) == [PPO_1, PPO_2] and tree.lines("analysed") == []
+    tree.forget()
+    (tree.folder / "slow").unlink()
+    assert tree("quick --workers 2 --steps 400").returncode == 0
+    resumed = {line.split()[-1] for line in tree.lines("started") if "--resume" in line}
+    assert resumed == {f"runs/{name}/agent.pt" for name in (PPO_1, PPO_2)}
+    assert sorted(tree.started()) == QUICK and all(tree.checkpoint(name) >= 400 for name in QUICK)
+
+
+def test_one_stopped_run_is_not_taken_for_finished(tree):
+    """Somebody ends a training by hand: its exit code is 0."""
+    tree.write("slow")
+    process = tree.start("quick --seeds 1 --workers 2 --steps 400")
+    tree.wait_for_steps(PPO_1, SPRL_1)
+    (training,) = (pid for pid, command in processes_of(process) if SPRL_1 in command)
+    os.kill(training, signal.SIGTERM)
+    tree.wait_for(lambda: (tree.folder / "runs" / SPRL_1 / "agent.pt").exists())
+    (tree.folder / "slow").unlink()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and errors.startswith(f"failed: runs/{SPRL_1}/log.txt: ")
+    assert tree("quick --seeds 1 --steps 400").returncode == 0 and tree.checkpoint(SPRL_1) >= 400
+
+
+def test_killed_before_the_first_checkpoint_starts_anew(tree):
+    """The run's folder is there, with a broken log and no agent.pt."""
+    tree.write(f"runs/{PPO_1}/log.txt", "\n$ python\n50%|##| 999999/5 [00:01\rstopped by SIGTERM\n\0\0\x1b[\r")
+    tree.write(f"runs/{PPO_1}/finished", "")
+    result = tree("quick --only ppo --seeds 1 --steps 200")
+    assert result.returncode == 0 and result.stderr == "" and "--resume" not in tree.lines("started")[0]
+    assert tree.checkpoint(PPO_1) == 200
+
+
+def test_log_that_cannot_be_written(tree):
+    (tree.folder / f"runs/{PPO_1}/log.txt").mkdir(parents=True)
+    result = tree("quick --seeds 1 --steps 100")
+    assert result.returncode == 1 and f"failed: runs/{PPO_1}/log.txt" in result.stderr
+    assert tree.started() == [SPRL_1]
+
+
+def test_two_at_the_same_time_start_nothing_twice(tree):
+    tree.write("slow")
+    first = tree.start("quick --workers 2 --steps 300")
+    tree.wait_for_steps(PPO_1, PPO_2)
+    second = tree.start("quick --workers 2 --steps 300")
+    tree.wait_for_steps(SPRL_1, SPRL_2)
+    (tree.folder / "slow").unlink()
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1 and [line.split("/")[1] for line in errors.splitlines()] == [PPO_1, PPO_2]
+    assert all(line.startswith("another benchmark.sh is at it: ") for line in errors.splitlines())
+    first.communicate(timeout=60)
+    assert sorted(tree.started()) == QUICK
+    assert tree("quick --steps 300").returncode == 0 and sorted(tree.started()) == QUICK
+
+
+def test_orphaned_training_is_left_alone(tree):
+    """benchmark.sh itself was killed, its training goes on."""
+    tree.write("slow")
+    process = tree.start("quick --only ppo --seeds 1 --steps 500", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    tree.wait_for_steps(PPO_1)
+    for pid, command in processes_of(process):
+        if "benchmark.sh" in command:
+            os.kill(pid, signal.SIGKILL)
+    result = tree("quick --only ppo --seeds 1 --steps 500")
+    assert result.returncode == 1 and "another benchmark.sh is at it" in result.stderr and tree.started() == [PPO_1]
+
+
+# PROGRESS ############################################################################################################
+def test_progress_in_a_log_is_a_line_per_change(tree):
+    output = tree("quick --seeds 1 --workers 1 --steps 1500").stdout.splitlines()
+    shown = [line.split(",", 3)[:3] for line in output if line.startswith("quick: ")]
+    assert shown == [
+        [f"quick: {done} done", f" {running} running", " 0 failed of 2"]
+        for done, running in ((0, 1), (1, 0), (1, 1), (2, 0))
+    ]
+    assert len(output) < 10 and "\r" not in "".join(output)
+
+
+def test_progress_on_a_terminal_is_in_place(tree):
+    ours, theirs = pty.openpty()
+    process = tree.start("quick --seeds 1 --workers 2 --steps 300", stdout=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 10_000):
+            seen += chunk
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    lines = [line.rpartition("\r")[2] for line in seen.decode().split("\r\n")]
+    assert seen.count(b"\rquick: ") >= 3 and sum("running" in line for line in lines) <= 1
+    assert any("2 done, 0 running, 0 failed of 2" in line for line in lines)
+
+
+def test_time_left_counts_steps_not_runs(tree):
+    """A run resumed near its end is soon over, which says nothing of the others: 1000 steps take a second, so the
+    other run of 1,000,000 steps takes about 17 minutes, more where the machine is busy."""
+    tree.write(f"runs/{PPO_1}/agent.pt", "998000")
+    tree.write(f"runs/{PPO_1}/log.txt", "\n$ python a --resume b\n 99%|# | 998000/1000000 [00:01<00:00\n")
+    process = tree.start("quick --workers 1 --steps 1000000 --only ppo")
+    tree.wait_for_steps(PPO_2)
+    process.terminate()
+    output, _ = process.communicate(timeout=60)
+    (minutes,) = {int(n) for n in re.findall(r"1 done, 1 running.*about (\d+) min left", output)}
+    assert 5 <= minutes <= 200
+
+
+# FOR REAL ############################################################################################################
+def test_real_run_ends_with_figure_and_table(tree):
+    result = tree("quick --only ppo --seeds 1 --steps 3072", python=sys.executable)
+    assert result.returncode == 0, result.stderr
+    table = (tree.folder / "results/quick/table.md").read_text()
+    assert re.search(r"\| ppo \| 0\.\d+ \| 0\.\d+ \| 1 \| 3,072 \|", table)
+    assert (tree.folder / "results/quick/curves.png").stat().st_size > 10_000
+
+
+# SLURM ###############################################################################################################
+def test_slurm_submits_what_is_left(tree, tmp_path):
+    """With a program in sbatch's place that writes down its flags and runs the array's tasks one after the other."""
+    tree.write("../bin/sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" > sbatch-flags\necho Submitted batch job 7\n')
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    assert tree("quick --only ppo --seeds 1 --steps 100").returncode == 0
+    result = tree('quick --steps 100 --slurm --sbatch "--time=4:00:00 --mem=8G"', env=env)
+    assert result.returncode == 0 and "Submitted batch job 7" in result.stdout and "figure" in result.stdout
+    flags = tree.lines("sbatch-flags")
+    assert {"--array=2,3,4", "--requeue", "--open-mode=append", "--time=4:00:00", "--mem=8G"} <= set(flags)
+    tree.forget()
+    for task in "234":
+        wrapped = subprocess.run(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": task})
+        assert wrapped.returncode == 0
+    assert tree.started() == QUICK[1:]
+    tree.forget()
+    (tree.folder / "sbatch-flags").unlink()
+    again = tree("quick --steps 100 --slurm", env=env)
+    assert again.returncode == 0 and "figure and table: results/quick" in again.stdout
+    assert tree.started() == [] and not (tree.folder / "sbatch-flags").exists()
+
+
+def slurm_missing():
+    if not shutil.which("sbatch"):
+        return "no sbatch on the PATH"
+    ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True)
+    return "" if ping.returncode == 0 and " UP" in ping.stdout else "sbatch is here, but no slurmctld answers"
+
+
+def test_slurm_for_real(tree):
+    """An array runs; a requeued task saves and resumes, so does one near its time limit, and a cancelled one after
+    it is submitted again."""
+    if reason := slurm_missing():
+        pytest.skip(reason)
+
+    def submit():
+        result = tree("quick --steps 1000 --slurm")
+        assert result.returncode == 0, result.stderr
+        tree.jobs.append(re.search(r"Submitted batch job (\d+)", result.stdout)[1])
+        return tree.jobs[-1]
+
+    def starts(name):
+        return [line.split()[-2:] for line in tree.lines("started") if name in line]
+
+    def slurm(*command):
+        subprocess.run(command, check=True)
+
+    tree.write("slow")
+    job = submit()
+    tree.wait_for_steps(*QUICK)
+    slurm("scontrol", "requeue", f"{job}_1")
+    slurm("scancel", "--batch", "--signal=USR1", f"{job}_2")  # what --signal=B:USR1@120 sends
+    slurm("scancel", f"{job}_3")
+    tree.wait_for(lambda: (tree.folder / "runs" / SPRL_1 / "agent.pt").exists())
+    tree.wait_for(lambda: len(starts(PPO_1)) == len(starts(PPO_2)) == 2, seconds=200)
+    (tree.folder / "slow").unlink()
+    finished = {name: tree.folder / "runs" / name / "finished" for name in QUICK}
+    tree.wait_for(lambda: all(finished[name].exists() for name in (PPO_1, PPO_2, SPRL_2)))
+    assert starts(PPO_1)[1] == ["--resume", f"runs/{PPO_1}/agent.pt"]
+    assert starts(PPO_2)[1] == ["--resume", f"runs/{PPO_2}/agent.pt"]
+    assert len(starts(SPRL_2)) == 1 and not finished[SPRL_1].exists() and tree.checkpoint(SPRL_1) < 1000
+    submit()
+    tree.wait_for(finished[SPRL_1].exists, seconds=200)
+    assert starts(SPRL_1)[1] == ["--resume", f"runs/{SPRL_1}/agent.pt"]
+    tree.wait_for(lambda: "figure and table" in tree("quick --steps 1000 --slurm").stdout)
+    assert len(tree.lines("started")) == 4 + 3
