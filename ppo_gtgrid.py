@@ -9,6 +9,7 @@ The cells come from the agent's true position, which no other method is told.
 Differences from the paper: those of ppo_sprl_minigrid.py, beside which this file is meant to be read.
 """
 
+import argparse
 import difflib
 import os
 import platform
@@ -24,6 +25,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
+import envpool
+import envpool.registration
 import gymnasium as gym
 import minigrid
 import numpy as np
@@ -70,7 +73,7 @@ class Args:
 
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"
-    """MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0, MiniGrid-NineRooms-v0 or any id of the minigrid package"""
+    """MiniGrid-FourRooms-7x7-v0 or any id that ppo_sprl_minigrid.py runs, or MontezumaRevenge-v5"""
     total_timesteps: int = 500_000
     """total environment steps of the experiment"""
     learning_rate: float = 0.003
@@ -117,9 +120,29 @@ class Args:
     """side of a cell, in grid squares (paper: 1 on MiniGrid)"""
 
 
+DOMAINS = {  # settings where a domain's differ from the defaults above, MiniGrid's; the paper has none for Atari
+    "minigrid": {},
+    "atari": dict(
+        total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3, cell_size=16
+    ),
+}  # fmt: skip
+
+
+def find_domain(env_id):
+    """The domain that an id belongs to, by its looks; whether there is such a world is seen when it is made."""
+    if env_id.startswith(("MiniGrid-", "BabyAI-")):
+        return "minigrid"
+    if env_id.endswith("-v5"):
+        return "atari"
+    fail(f"--env-id {env_id} is unknown, accepted: ids like {Args.env_id}, MontezumaRevenge-v5")
+
+
 def domain_defaults(argv):
-    """The paper's settings of the domain that --env-id names, as Args; flags on the command line come on top."""
-    return Args()
+    """The paper's settings of the domain that --env-id names; --help shows them, flags go before them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env-id", "--env_id", default=Args.env_id)
+    env_id = parser.parse_known_args(argv)[0].env_id
+    return Args(env_id=env_id, **DOMAINS[find_domain(env_id)])
 
 
 RANGES = {  # what check_args accepts: (lowest, highest)
@@ -233,6 +256,7 @@ class GridWorlds(gym.vector.VectorEnv):
     ignores its action and returns the next episode's first observation with reward 0."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = True
 
     def __init__(self, env_id, num_envs, max_episode_steps):
         try:
@@ -307,8 +331,64 @@ class GridWorlds(gym.vector.VectorEnv):
         return self.worlds[0].get_frame(highlight=False, tile_size=32)
 
 
+class AtariGames(gym.vector.VectorEnv):
+    """EnvPool's Atari with the paper's preprocessing: 84x84 grey, every action four times, all 18 actions, no end at a
+    lost life. Frames come singly and rewards as the game gave them; NEXT_STEP autoreset is EnvPool's own."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = False  # the emulator's state cannot be saved
+    map_size = (24 * 256, 256)  # Montezuma's Revenge: rooms side by side
+
+    def __init__(self, env_id, num_envs, max_episode_steps):
+        known = [i for i, spec in envpool.registration.registry.specs.items() if spec[0] == "envpool.atari"]
+        if env_id not in known:
+            close = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
+            fail(f"--env-id {env_id} is unknown, close: {', '.join(close) or 'none'}; all: {', '.join(sorted(known))}")
+        self.env_id, self.num_envs = env_id, num_envs
+        self.make = partial(
+            envpool.make_gymnasium, env_id, num_envs=num_envs, max_episode_steps=max_episode_steps, stack_num=1,
+            frame_skip=4, img_height=84, img_width=84, gray_scale=True, episodic_life=False, reward_clip=False,
+            full_action_space=True, repeat_action_probability=0.0, noop_max=30, use_fire_reset=True,
+        )  # fmt: skip
+        self.single_observation_space = gym.spaces.Box(0, 255, (84, 84, 1), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(18)
+
+    def reset(self, *, seed=None, options=None):
+        self.pool = self.make(seed=seed or 0)
+        obs, info = self.pool.reset()
+        self.ram = info["ram"]
+        return obs.transpose(0, 2, 3, 1), {}
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, info = self.pool.step(actions)
+        self.ram = info["ram"]
+        return obs.transpose(0, 2, 3, 1), rewards, terminations, truncations & ~terminations, {}
+
+    def learning_rewards(self, rewards, valid):
+        """The rewards (T, N) clipped to [-1, 1]."""
+        return rewards.clip(-1, 1)
+
+    def positions(self):
+        """The agents' true (x, y), (N, 2), within map_size: bytes 42 and 43 of the RAM, the room is byte 3."""
+        if not self.env_id.startswith("MontezumaRevenge"):
+            fail(f"--env-id {self.env_id}: no position is known, accepted: MontezumaRevenge-v5")
+        room, x, y = self.ram[:, (3, 42, 43)].astype(np.int64).T
+        return np.stack([room % 24 * 256 + x, y], 1)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def close(self):
+        pass
+
+
 def make_envs(args):
-    return GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+    if find_domain(args.env_id) == "minigrid":
+        return GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+    return AtariGames(args.env_id, args.num_envs, args.max_episode_steps)
 
 
 # AGENT ###############################################################################################################
@@ -340,6 +420,29 @@ class GridCNN(nn.Module):
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
+class NatureCNN(nn.Module):
+    """The trunk of Mnih et al. (2015), on images (B, frames, 84, 84, C) uint8."""
+
+    def __init__(self, obs_shape, num_frames=1):
+        super().__init__()
+        self.convs = nn.Sequential(
+            layer_init(nn.Conv2d(num_frames * obs_shape[-1], 32, 8, stride=4)), nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(),
+        )  # fmt: skip
+        self.dense = layer_init(nn.Linear(64 * 7 * 7, 512))
+        self.out_features = 512
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs):
+        return self.dense(self.convs(to_image(obs)).flatten(1)).relu()
+
+
+def to_image(obs):
+    """(B, frames, H, W, C) uint8 -> (B, frames * C, H, W) in [0, 1], channels_last in memory."""
+    return (obs.movedim(1, 3).flatten(3) / 255).permute(0, 3, 1, 2)
+
+
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     torch.nn.init.orthogonal_(layer.weight, std)
     torch.nn.init.constant_(layer.bias, bias_const)
@@ -362,8 +465,12 @@ class Agent(nn.Module):
 
 
 def make_agent(envs, args):
-    trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
-    network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
+    obs_shape, num_frames = envs.single_observation_space.shape, 1 + args.stack_observations
+    if isinstance(envs, AtariGames):
+        network = NatureCNN(obs_shape, num_frames)
+    else:
+        trunk = GridCNN(obs_shape, args.encoding, num_frames)
+        network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
     return Agent(network, 512, int(envs.single_action_space.n))
 
 
@@ -524,7 +631,8 @@ if __name__ == "__main__":
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
     recent = deque(maxlen=100)  # returns of the last episodes
     history = []  # one row of charts per iteration
-    next_obs, _ = envs.reset(seed=args.seed)
+    new_worlds = checkpoint and not envs.resumable  # which must not be those that the run began with
+    next_obs, _ = envs.reset(seed=args.seed + (1_000 * checkpoint["iteration"] if new_worlds else 0))
     next_done = np.zeros(args.num_envs, bool)
     obs[past] = torch.from_numpy(next_obs)
 
@@ -533,20 +641,25 @@ if __name__ == "__main__":
             for name, part in learned.items():
                 if name in checkpoint:
                     part.load_state_dict(checkpoint[name])
-            for left in envs.play_back(checkpoint["worlds"]):
-                if observe and left <= past:
-                    states[past - left] = observe()
-            obs[past] = checkpoint["next_obs"]
-            if "past_obs" in checkpoint:
-                obs[: past + 1], depths[: past + 1] = checkpoint["past_obs"], checkpoint["past_depths"]
-                ages[: past + 1] = checkpoint["past_ages"]
+            if envs.resumable:
+                for left in envs.play_back(checkpoint["worlds"]):
+                    if observe and left <= past:
+                        states[past - left] = observe()
+                obs[past] = checkpoint["next_obs"]
+                if "past_obs" in checkpoint:
+                    obs[: past + 1], depths[: past + 1] = checkpoint["past_obs"], checkpoint["past_depths"]
+                    ages[: past + 1] = checkpoint["past_ages"]
+            else:
+                envs.load_state_dict(checkpoint["worlds"])
         except (RuntimeError, ValueError, IndexError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
         elapsed = checkpoint["elapsed"]
-        episode_returns = np.array(checkpoint["episode_returns"])
-        episode_lengths = np.array(checkpoint["episode_lengths"])
-        next_done, history = np.array(checkpoint["next_done"]), checkpoint["history"]
+        if envs.resumable:
+            episode_returns = np.array(checkpoint["episode_returns"])
+            episode_lengths = np.array(checkpoint["episode_lengths"])
+            next_done = np.array(checkpoint["next_done"])
+        history = checkpoint["history"]
         recent.extend(checkpoint["recent"])
         np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
         torch.set_rng_state(checkpoint["torch_rng"])
@@ -567,7 +680,7 @@ if __name__ == "__main__":
     versions = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
         "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
-        "gymnasium": gym.__version__, "minigrid": minigrid.__version__,
+        "gymnasium": gym.__version__, "minigrid": minigrid.__version__, "envpool": envpool.__version__,
     }  # fmt: skip
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
     table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())

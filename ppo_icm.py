@@ -10,6 +10,7 @@ Differences from the paper: those of ppo_sprl_minigrid.py, beside which this fil
 MiniGrid are not given; they are those of the RNet's branch there.
 """
 
+import argparse
 import difflib
 import os
 import platform
@@ -25,6 +26,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal
 
+import envpool
+import envpool.registration
 import gymnasium as gym
 import minigrid
 import numpy as np
@@ -38,6 +41,7 @@ from minigrid.core.grid import Grid
 from minigrid.core.world_object import Door, Goal
 from minigrid.envs import DoorKeyEnv, FourRoomsEnv
 from torch.distributions.categorical import Categorical
+from torch.distributions.normal import Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -72,7 +76,7 @@ class Args:
 
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"
-    """MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0, MiniGrid-NineRooms-v0 or any id of the minigrid package"""
+    """MiniGrid-FourRooms-7x7-v0 or any id that ppo_sprl_minigrid.py, ppo_sprl_atari.py or ppo_sprl_fetch.py runs"""
     total_timesteps: int = 500_000
     """total environment steps of the experiment"""
     learning_rate: float = 0.003
@@ -111,6 +115,10 @@ class Args:
     """network input: one-hot cell codes, or the paper's plain numbers divided by 10"""
     stack_observations: int = 0
     """m: the policy sees the last m observations besides the current one (paper: 0 is best; Atari 3)"""
+    action_noise: float = 0.003
+    """sigma of the Gaussian noise on Fetch's actions (paper: 0.003, not stated for SPRL; noise study 0.03, 0.1, 0.3)"""
+    n_substeps: int = 20
+    """Fetch's simulator steps per action; time limit x 20 / n_substeps (paper's sparsity study: 2, 3, 4, 6)"""
 
     # ICM
     bonus_scale: float = 0.1
@@ -123,15 +131,42 @@ class Args:
     """weight of the curiosity loss in the joint loss (paper's table: 0.3)"""
 
 
+DOMAINS = {  # the paper's settings where a domain's differ from the defaults above, which are MiniGrid's
+    "minigrid": {},
+    "atari": dict(
+        total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3,
+        bonus_scale=0.01, forward_loss_weight=1.0, icm_loss_scale=1.0,
+    ),
+    "fetch": dict(
+        total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50, bonus_scale=0.001,
+        forward_loss_weight=1.0, icm_loss_scale=1.0,
+    ),
+}  # fmt: skip
+
+
+def find_domain(env_id):
+    """The domain that an id belongs to, by its looks; whether there is such a world is seen when it is made."""
+    looks = {"minigrid": ("MiniGrid-", "BabyAI-"), "fetch": ("Fetch",)}
+    for domain, prefixes in looks.items():
+        if env_id.startswith(prefixes):
+            return domain
+    if env_id.endswith("-v5"):
+        return "atari"
+    fail(f"--env-id {env_id} is unknown, accepted: ids like {Args.env_id}, MontezumaRevenge-v5, FetchReach-v4")
+
+
 def domain_defaults(argv):
-    """The paper's settings of the domain that --env-id names, as Args; flags on the command line come on top."""
-    return Args()
+    """The paper's settings of the domain that --env-id names; --help shows them, flags go before them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--env-id", "--env_id", default=Args.env_id)
+    env_id = parser.parse_known_args(argv)[0].env_id
+    return Args(env_id=env_id, **DOMAINS[find_domain(env_id)])
 
 
 RANGES = {  # what check_args accepts: (lowest, highest)
-    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps",
+    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps n_substeps",
     (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
-    "stack_observations bonus_scale bonus_clip icm_loss_scale",
+    "stack_observations bonus_scale bonus_clip icm_loss_scale action_noise",
     (0, 1): "gamma gae_lambda forward_loss_weight",
 }
 
@@ -237,6 +272,7 @@ class GridWorlds(gym.vector.VectorEnv):
     ignores its action and returns the next episode's first observation with reward 0."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = True
 
     def __init__(self, env_id, num_envs, max_episode_steps):
         try:
@@ -311,8 +347,143 @@ class GridWorlds(gym.vector.VectorEnv):
         return self.worlds[0].get_frame(highlight=False, tile_size=32)
 
 
+class AtariGames(gym.vector.VectorEnv):
+    """EnvPool's Atari with the paper's preprocessing: 84x84 grey, every action four times, all 18 actions, no end at a
+    lost life. Frames come singly and rewards as the game gave them; NEXT_STEP autoreset is EnvPool's own."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = False  # the emulator's state cannot be saved
+    map_size = (24 * 256, 256)  # Montezuma's Revenge: rooms side by side
+
+    def __init__(self, env_id, num_envs, max_episode_steps):
+        known = [i for i, spec in envpool.registration.registry.specs.items() if spec[0] == "envpool.atari"]
+        if env_id not in known:
+            close = difflib.get_close_matches(env_id, known, n=3, cutoff=0.4)
+            fail(f"--env-id {env_id} is unknown, close: {', '.join(close) or 'none'}; all: {', '.join(sorted(known))}")
+        self.env_id, self.num_envs = env_id, num_envs
+        self.make = partial(
+            envpool.make_gymnasium, env_id, num_envs=num_envs, max_episode_steps=max_episode_steps, stack_num=1,
+            frame_skip=4, img_height=84, img_width=84, gray_scale=True, episodic_life=False, reward_clip=False,
+            full_action_space=True, repeat_action_probability=0.0, noop_max=30, use_fire_reset=True,
+        )  # fmt: skip
+        self.single_observation_space = gym.spaces.Box(0, 255, (84, 84, 1), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(18)
+
+    def reset(self, *, seed=None, options=None):
+        self.pool = self.make(seed=seed or 0)
+        obs, info = self.pool.reset()
+        self.ram = info["ram"]
+        return obs.transpose(0, 2, 3, 1), {}
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, info = self.pool.step(actions)
+        self.ram = info["ram"]
+        return obs.transpose(0, 2, 3, 1), rewards, terminations, truncations & ~terminations, {}
+
+    def learning_rewards(self, rewards, valid):
+        """The rewards (T, N) clipped to [-1, 1]."""
+        return rewards.clip(-1, 1)
+
+    def positions(self):
+        """The agents' true (x, y), (N, 2), within map_size: bytes 42 and 43 of the RAM, the room is byte 3."""
+        if not self.env_id.startswith("MontezumaRevenge"):
+            fail(f"--env-id {self.env_id}: no position is known, accepted: MontezumaRevenge-v5")
+        room, x, y = self.ram[:, (3, 42, 43)].astype(np.int64).T
+        return np.stack([room % 24 * 256 + x, y], 1)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def close(self):
+        pass
+
+
+FETCH_IDS = ("FetchReach-v4", "FetchPush-v4", "FetchSlide-v4", "FetchPickAndPlace-v4")
+
+
+class FetchRobots(gym.vector.VectorEnv):
+    """EnvPool's Fetch as the paper's sparse task: reward 1 and the end of the episode when the goal is reached, else 0.
+    A state is the observation, the achieved and the desired goal. NEXT_STEP autoreset; EnvPool itself does it at the
+    time limit, a termination, which it does not know, is followed by a reset of that robot alone."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = False  # the simulator's state cannot be saved
+
+    def __init__(self, env_id, num_envs, max_episode_steps, n_substeps, action_noise, gamma):
+        if env_id not in FETCH_IDS:
+            fail(f"--env-id {env_id} is unknown, accepted: {', '.join(FETCH_IDS)}")
+        self.num_envs, self.action_noise, self.gamma = num_envs, action_noise, gamma
+        self.max_episode_steps = max(1, round(max_episode_steps * 20 / n_substeps))
+        # with EnvPool's own start of the slide 23 % of the goals lie beside the table
+        slide = {"initial_slide0": 0.05} if "Slide" in env_id else {}
+        self.make = partial(
+            envpool.make_gymnasium, env_id, num_envs=num_envs, frame_skip=n_substeps,
+            max_episode_steps=self.max_episode_steps, **slide,
+        )  # fmt: skip
+        self.single_action_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+        dim = 16 if "Reach" in env_id else 31
+        self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (dim,), np.float32)
+        self.returns = np.zeros(num_envs)  # discounted sums of rewards, and the moments of all of them so far
+        self.moments = np.zeros(3)  # count, sum, sum of squares
+
+    def _state(self, obs):
+        return np.concatenate([obs[key] for key in ("observation", "achieved_goal", "desired_goal")], 1).astype(
+            np.float32
+        )
+
+    def reset(self, *, seed=None, options=None):
+        self.pool, self.noise = self.make(seed=seed or 0), np.random.default_rng(seed)
+        self.at_goal = np.zeros(self.num_envs, bool)
+        return self._state(self.pool.reset()[0]), {}
+
+    def step(self, actions):
+        noise = self.action_noise * self.noise.standard_normal(actions.shape)
+        actions = np.clip(actions + noise, -1, 1).astype(np.float32)
+        states = np.empty((self.num_envs, *self.single_observation_space.shape), np.float32)
+        truncations, reached = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        begin, on = np.flatnonzero(self.at_goal), np.flatnonzero(~self.at_goal)
+        if len(on):
+            obs, _, _, truncated, info = self.pool.step(actions[on], on)
+            states[on] = self._state(obs)
+            reached[on] = (info["is_success"] > 0) & (info["elapsed_step"] > 0)  # nobody went to a new episode's goal
+            truncations[on] = truncated & ~reached[on]
+        if len(begin):
+            states[begin] = self._state(self.pool.reset(begin)[0])
+        self.at_goal = reached
+        return states, reached.astype(np.float64), reached.copy(), truncations, {}
+
+    def learning_rewards(self, rewards, valid):
+        """The rewards (T, N) divided by the running standard deviation of their discounted sums (Burda et al. 2018)."""
+        for reward, counts in zip(rewards, valid):
+            self.returns = np.where(counts, self.gamma * self.returns + reward, self.returns)
+            sums = self.returns[counts]
+            self.moments += len(sums), sums.sum(), np.square(sums).sum()
+        count, total, squares = self.moments
+        deviation = np.sqrt(max(squares / max(count, 1) - (total / max(count, 1)) ** 2, 0.0))
+        return rewards / np.float32(deviation) if deviation > 0 else rewards
+
+    def state_dict(self):
+        return {"returns": self.returns.tolist(), "moments": self.moments.tolist()}
+
+    def load_state_dict(self, state):
+        self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
+
+    def close(self):
+        pass
+
+
 def make_envs(args):
-    return GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+    domain = find_domain(args.env_id)
+    if domain == "minigrid":
+        return GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+    if domain == "atari":
+        return AtariGames(args.env_id, args.num_envs, args.max_episode_steps)
+    return FetchRobots(
+        args.env_id, args.num_envs, args.max_episode_steps, args.n_substeps, args.action_noise, args.gamma
+    )
 
 
 # AGENT ###############################################################################################################
@@ -344,6 +515,45 @@ class GridCNN(nn.Module):
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
+class NatureCNN(nn.Module):
+    """The trunk of Mnih et al. (2015), on images (B, frames, 84, 84, C) uint8."""
+
+    def __init__(self, obs_shape, num_frames=1):
+        super().__init__()
+        self.convs = nn.Sequential(
+            layer_init(nn.Conv2d(num_frames * obs_shape[-1], 32, 8, stride=4)), nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)), nn.ReLU(),
+        )  # fmt: skip
+        self.dense = layer_init(nn.Linear(64 * 7 * 7, 512))
+        self.out_features = 512
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs):
+        return self.dense(self.convs(to_image(obs)).flatten(1)).relu()
+
+
+def to_image(obs):
+    """(B, frames, H, W, C) uint8 -> (B, frames * C, H, W) in [0, 1], channels_last in memory."""
+    return (obs.movedim(1, 3).flatten(3) / 255).permute(0, 3, 1, 2)
+
+
+class StateMLP(nn.Module):
+    """The paper's Fetch trunk: four FC(256) with ReLU."""
+
+    def __init__(self, obs_shape, num_frames=1, width=256):
+        super().__init__()
+        sizes = [num_frames * obs_shape[0], width, width, width, width]
+        self.layers = nn.ModuleList(layer_init(nn.Linear(*pair)) for pair in zip(sizes, sizes[1:]))
+        self.out_features = width
+
+    def forward(self, obs):  # (B, frames, dim) float32
+        x = obs.flatten(1)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     torch.nn.init.orthogonal_(layer.weight, std)
     torch.nn.init.constant_(layer.bias, bias_const)
@@ -365,10 +575,36 @@ class Agent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
 
 
+class GaussianAgent(nn.Module):
+    """A diagonal Gaussian policy; what lies beyond the action space is clipped by the world, not here."""
+
+    def __init__(self, network, out_features, action_dim):
+        super().__init__()
+        self.network = network
+        self.actor = layer_init(nn.Linear(out_features, action_dim), std=0.01)
+        self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
+        self.critic = layer_init(nn.Linear(out_features, 1), std=1)
+
+    def get_action_and_value(self, obs, action=None):
+        hidden = self.network(obs)
+        mean = self.actor(hidden)
+        probs = Normal(mean, self.actor_logstd.exp().expand_as(mean), validate_args=False)
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action).sum(-1), probs.entropy().sum(-1), self.critic(hidden).squeeze(-1)
+
+
 def make_agent(envs, args):
-    trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
-    network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
-    return Agent(network, 512, int(envs.single_action_space.n))
+    obs_shape, num_frames = envs.single_observation_space.shape, 1 + args.stack_observations
+    if isinstance(envs, FetchRobots):
+        trunk = StateMLP(obs_shape, num_frames)
+        return GaussianAgent(trunk, trunk.out_features, envs.single_action_space.shape[0])
+    if isinstance(envs, AtariGames):
+        network, out_features = NatureCNN(obs_shape, num_frames), 512
+    else:
+        trunk = GridCNN(obs_shape, args.encoding, num_frames)
+        network, out_features = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU()), 512
+    return Agent(network, out_features, int(envs.single_action_space.n))
 
 
 def stack_frames(frames, depths, rows, envs, m):
@@ -405,11 +641,16 @@ class ICM(nn.Module):
     """Features phi from which an inverse model can tell the action that led from one state to the next, and a forward
     model that predicts the next features from the action: its error is the bonus."""
 
-    m = 0  # it sees single frames
-
     def __init__(self, envs, args, dim=128, hidden=256):
         super().__init__()
-        trunk = GridCNN(envs.single_observation_space.shape, args.encoding)
+        obs_shape = envs.single_observation_space.shape
+        self.m = args.stack_observations if isinstance(envs, AtariGames) else 0  # frames it sees before the current one
+        if isinstance(envs, FetchRobots):
+            trunk = StateMLP(obs_shape)
+        elif isinstance(envs, AtariGames):
+            trunk = NatureCNN(obs_shape, 1 + self.m)
+        else:
+            trunk = GridCNN(obs_shape, args.encoding)
         self.features = nn.Sequential(trunk, nn.Linear(trunk.out_features, dim), nn.ReLU())
         space = envs.single_action_space
         self.discrete = isinstance(space, gym.spaces.Discrete)
@@ -534,7 +775,8 @@ if __name__ == "__main__":
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
     recent = deque(maxlen=100)  # returns of the last episodes
     history = []  # one row of charts per iteration
-    next_obs, _ = envs.reset(seed=args.seed)
+    new_worlds = checkpoint and not envs.resumable  # which must not be those that the run began with
+    next_obs, _ = envs.reset(seed=args.seed + (1_000 * checkpoint["iteration"] if new_worlds else 0))
     next_done = np.zeros(args.num_envs, bool)
     obs[past] = torch.from_numpy(next_obs)
 
@@ -543,20 +785,25 @@ if __name__ == "__main__":
             for name, part in learned.items():
                 if name in checkpoint:
                     part.load_state_dict(checkpoint[name])
-            for left in envs.play_back(checkpoint["worlds"]):
-                if observe and left <= past:
-                    states[past - left] = observe()
-            obs[past] = checkpoint["next_obs"]
-            if "past_obs" in checkpoint:
-                obs[: past + 1], depths[: past + 1] = checkpoint["past_obs"], checkpoint["past_depths"]
-                ages[: past + 1] = checkpoint["past_ages"]
+            if envs.resumable:
+                for left in envs.play_back(checkpoint["worlds"]):
+                    if observe and left <= past:
+                        states[past - left] = observe()
+                obs[past] = checkpoint["next_obs"]
+                if "past_obs" in checkpoint:
+                    obs[: past + 1], depths[: past + 1] = checkpoint["past_obs"], checkpoint["past_depths"]
+                    ages[: past + 1] = checkpoint["past_ages"]
+            else:
+                envs.load_state_dict(checkpoint["worlds"])
         except (RuntimeError, ValueError, IndexError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
         first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
         elapsed = checkpoint["elapsed"]
-        episode_returns = np.array(checkpoint["episode_returns"])
-        episode_lengths = np.array(checkpoint["episode_lengths"])
-        next_done, history = np.array(checkpoint["next_done"]), checkpoint["history"]
+        if envs.resumable:
+            episode_returns = np.array(checkpoint["episode_returns"])
+            episode_lengths = np.array(checkpoint["episode_lengths"])
+            next_done = np.array(checkpoint["next_done"])
+        history = checkpoint["history"]
         recent.extend(checkpoint["recent"])
         np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
         torch.set_rng_state(checkpoint["torch_rng"])
@@ -573,7 +820,7 @@ if __name__ == "__main__":
     versions = {
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
         "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
-        "gymnasium": gym.__version__, "minigrid": minigrid.__version__,
+        "gymnasium": gym.__version__, "minigrid": minigrid.__version__, "envpool": envpool.__version__,
     }  # fmt: skip
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
     table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())

@@ -275,6 +275,7 @@ class GridWorlds(gym.vector.VectorEnv):
     ignores its action and returns the next episode's first observation with reward 0."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
+    resumable = True
 
     def __init__(self, env_id, num_envs, max_episode_steps):
         try:
