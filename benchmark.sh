@@ -39,9 +39,46 @@ block:minigrid() {
     runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003
     runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 --learning-rate 0.003 --k 2 \
       --num-tolerance-samples 60
-    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 --k 3
-    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.1 --learning-rate 0.003
+    # measured best; the paper's weights are 0.001 for ECO and 0.1 for ICM (README)
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.1 --learning-rate 0.003 --k 3
+    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 --learning-rate 0.003
     runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003
+  done
+}
+block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embedding-difference
+  local env
+  for env in MontezumaRevenge-v5 Freeway-v5 MsPacman-v5 Gravitar-v5 Seaquest-v5 Hero-v5; do
+    runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0
+    runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 --k 12 --num-tolerance-samples 200 --negative-bias 80
+    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --k 12 --negative-bias 80
+    runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 --forward-loss-weight 1 --icm-loss-scale 1
+  done
+  runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 --cell-size 16
+}
+block:fetch() {
+  local env
+  for env in Fetch{Reach,Push,Slide,PickAndPlace}-v4; do
+    runs 4 1000000 ppo "$env" ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01
+    runs 4 1000000 sprl "$env" ppo_sprl_fetch.py --cost-scale 0.05 --cost-bias 1 --ent-coef 0.001
+    runs 4 1000000 eco "$env" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --ent-coef 0.001
+    runs 4 1000000 icm "$env" ppo_icm.py --bonus-scale 0.001 --ent-coef 0.001
+  done
+}
+block:fetch-sparsity() { # fewer simulator steps per action: a longer way to the same goal
+  local n
+  for n in 2 3 4 6; do
+    runs 4 1000000 "ppo-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01 --n-substeps "$n"
+    runs 4 1000000 "sprl-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0.05 --n-substeps "$n"
+  done
+}
+block:fetch-noise() {
+  local pair sigma flags
+  for pair in FetchReach-v4:3 FetchPush-v4:8 FetchSlide-v4:10 FetchPickAndPlace-v4:10; do
+    for sigma in 0.03 0.1 0.3; do
+      flags="--n-substeps ${pair#*:} --action-noise $sigma"
+      runs 4 1000000 "ppo-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01 "$flags"
+      runs 4 1000000 "sprl-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0.05 "$flags"
+    done
   done
 }
 four_rooms=MiniGrid-FourRooms-7x7-v0

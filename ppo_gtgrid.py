@@ -601,7 +601,7 @@ if __name__ == "__main__":
     obs_shape, obs_dtype = obs_space.shape, getattr(torch, str(obs_space.dtype))
     agent = make_agent(envs, args).to(device)
     if args.compile:
-        agent.network.compile(dynamic=True)  # minibatches have many sizes
+        agent.network.compile()
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}
     visits = observe = None

@@ -746,7 +746,7 @@ if __name__ == "__main__":
     obs_shape, obs_dtype = obs_space.shape, getattr(torch, str(obs_space.dtype))
     agent = make_agent(envs, args).to(device)
     if args.compile:
-        agent.network.compile(dynamic=True)  # minibatches have many sizes
+        agent.network.compile()
     icm = ICM(envs, args).to(device) if method == "icm" else None
     optimizer = torch.optim.Adam(
         [*agent.parameters(), *(icm.parameters() if icm else ())], lr=args.learning_rate, eps=1e-5, fused=True

@@ -1,5 +1,7 @@
 """GAE, frame stacks, network and rollout storage against slow readings; lambda = 0 against an independent plain PPO."""
 
+import copy
+
 import numpy as np
 import pytest
 import reference_ppo
@@ -137,3 +139,19 @@ def test_lambda_0_is_plain_ppo(script, run):
     saved = torch.load("runs/small/agent.pt", weights_only=True)
     assert not {"rnet", "rnet_optimizer", "ring"} & saved.keys()
     assert all("cost_rate" not in row for row in result["history"])
+
+
+def test_compiled_policy_is_the_eager_one(script):
+    """--compile: values and gradients of two batch sizes, as in rollout and update."""
+    torch.manual_seed(0)
+    eager = script.make_agent(fake_envs(), script.Args())
+    compiled = copy.deepcopy(eager)
+    compiled.network.compile()
+    for size in (4, 24):
+        frames, actions = random_frames(size, 1), torch.arange(size) % 7
+        for agent in (eager, compiled):
+            agent.zero_grad()
+            _, logprob, entropy, value = agent.get_action_and_value(frames, actions)
+            (logprob + entropy + value).sum().backward()
+        for mine, expected in zip(compiled.parameters(), eager.parameters()):
+            torch.testing.assert_close(mine.grad, expected.grad)
