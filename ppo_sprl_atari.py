@@ -212,13 +212,13 @@ class AtariGames(gym.vector.VectorEnv):
     def reset(self, *, seed=None, options=None):
         self.pool = self.make(seed=seed or 0)
         obs, info = self.pool.reset()
-        self.ram = info["ram"]
-        return obs.transpose(0, 2, 3, 1), {}
+        self.frames, self.ram = obs.transpose(0, 2, 3, 1), info["ram"]
+        return self.frames, {}
 
     def step(self, actions):
         obs, rewards, terminations, truncations, info = self.pool.step(actions)
-        self.ram = info["ram"]
-        return obs.transpose(0, 2, 3, 1), rewards, terminations, truncations & ~terminations, {}
+        self.frames, self.ram = obs.transpose(0, 2, 3, 1), info["ram"]
+        return self.frames, rewards, terminations, truncations & ~terminations, {}
 
     def learning_rewards(self, rewards, valid):
         """The rewards (T, N) clipped to [-1, 1]."""
@@ -230,6 +230,9 @@ class AtariGames(gym.vector.VectorEnv):
             fail(f"--env-id {self.env_id}: no position is known, accepted: MontezumaRevenge-v5")
         room, x, y = self.ram[:, (3, 42, 43)].astype(np.int64).T
         return np.stack([room % 24 * 256 + x, y], 1)
+
+    def render(self):
+        return self.frames[0].repeat(3, 0).repeat(3, 1).repeat(3, 2)  # larger, and grey as RGB
 
     def state_dict(self):
         return {}

@@ -35,7 +35,7 @@ class Args:
     seed: int = 1
     """seed of the layouts and of the sampled actions, at least 0; never the layouts a training with it begins with"""
     greedy: bool = False
-    """if toggled, take the most likely action (discrete actions only) instead of sampling"""
+    """if toggled, take the most likely action instead of sampling"""
     video: str | None = None
     """write the first three episodes of the first environment to this .gif"""
 
@@ -80,8 +80,11 @@ def load_script(name, path):
     return module
 
 
-def most_likely(agent, policy_obs, num_actions):
-    """The action of the highest probability, asked of the agent action by action."""
+def most_likely(agent, policy_obs, space):
+    """The action of the highest probability: a Gaussian's mean, or of discrete ones asked of the agent one by one."""
+    if not isinstance(space, gym.spaces.Discrete):
+        return agent.actor(agent.network(policy_obs))
+    num_actions = int(space.n)
     actions = torch.arange(num_actions, device=policy_obs.device).repeat(len(policy_obs))
     logprobs = agent.get_action_and_value(policy_obs.repeat_interleave(num_actions, 0), actions)[1]
     return logprobs.view(-1, num_actions).argmax(1)
@@ -104,7 +107,7 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
             with torch.inference_mode():
                 policy_obs = stack_frames(obs, depths, torch.full_like(every_env, m), every_env, m)
                 if greedy:
-                    action = most_likely(agent, policy_obs, int(envs.single_action_space.n))
+                    action = most_likely(agent, policy_obs, envs.single_action_space)
                 else:
                     action = agent.get_action_and_value(policy_obs)[0]
             next_obs, reward, terminations, truncations, _ = envs.step(action.cpu().numpy())
@@ -120,6 +123,48 @@ def play(envs, agent, stack_frames, m, quotas, seed, greedy=False, frames=None, 
                 played[i] += 1
                 bar.update()
     return episodes
+
+
+class DrawnFetch:
+    """One Fetch robot of gymnasium-robotics, which can draw it as EnvPool cannot; the task is FetchRobots'."""
+
+    num_envs = 1
+
+    def __init__(self, run_args, max_episode_steps):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+        import gymnasium_robotics
+
+        gym.register_envs(gymnasium_robotics)
+        settings = {"max_episode_steps": max_episode_steps, "width": 240, "height": 240, "render_mode": "rgb_array"}
+        self.env, self.done, self.noise = gym.make(run_args.env_id, **settings), False, run_args.action_noise
+        self.env.unwrapped.n_substeps = run_args.n_substeps
+        self.single_action_space = self.env.action_space
+
+    def _state(self, obs):
+        parts = (obs["observation"], obs["achieved_goal"], obs["desired_goal"])
+        return np.concatenate(parts).astype(np.float32)[None]
+
+    def reset(self, seed=None):
+        return self._state(self.env.reset(seed=seed)[0]), {}
+
+    def step(self, actions):
+        if self.done:
+            self.done = False
+            return self.reset()[0], np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), {}
+        action = np.clip(actions[0] + self.noise * self.env.np_random.standard_normal(actions[0].shape), -1, 1)
+        obs, _, _, truncated, info = self.env.step(action)
+        reached = bool(info["is_success"])
+        self.done = reached or truncated
+        return (
+            self._state(obs),
+            np.array([float(reached)]),
+            np.array([reached]),
+            np.array([truncated and not reached]),
+            {},
+        )
+
+    def render(self):
+        return self.env.render()
 
 
 def summary(returns, lengths, seed):
@@ -168,16 +213,24 @@ def main(args):
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:
         fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
-    if args.greedy and not isinstance(envs.single_action_space, gym.spaces.Discrete):
-        fail(f"--greedy does not work with {envs.single_action_space}, accepted: discrete actions")
 
     quotas = np.full(envs.num_envs, args.episodes // envs.num_envs)
     quotas[: args.episodes % envs.num_envs] += 1
     torch.manual_seed(action_seed)
     frames = [] if args.video else None
-    episodes = play(
-        envs, agent, script.stack_frames, run_args.stack_observations, quotas, world_seed, args.greedy, frames
-    )
+    settings = (script.stack_frames, run_args.stack_observations)
+    watched = None if type(envs).__name__ == "FetchRobots" else frames
+    episodes = play(envs, agent, *settings, quotas, world_seed, args.greedy, watched)
+    if args.video and watched is None:
+        play(
+            DrawnFetch(run_args, envs.max_episode_steps),
+            agent,
+            *settings,
+            np.array([3]),
+            world_seed,
+            args.greedy,
+            frames,
+        )
     envs.close()
     _, returns, lengths = zip(*episodes)
     print(summary(returns, lengths, args.seed))
