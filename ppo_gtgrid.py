@@ -867,7 +867,8 @@ if __name__ == "__main__":
     if wandb_run:
         wandb_run.finish()
     if stop_signals:
-        resume = f", resume: python {script} --resume {run_dir}/agent.pt" if kept else " before anything was learned"
+        resume = shlex.join(["python", script, "--resume", f"{run_dir}/agent.pt"])
+        resume = f", resume: {resume}" if kept else " before anything was learned"
         print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     print(

@@ -863,7 +863,8 @@ if __name__ == "__main__":
             ring.add(obs[past:-1], depths[past:-1], torch.from_numpy(ages[past:-1]).to(device))
         if ring and global_step >= schedule.next_step and ring.size * args.num_envs >= args.rnet_start:
             # accuracy on what the RNet has not trained on yet (Appendix B)
-            rows = ring.rows(min(ring.unseen, ring.size - rnet.m))  # a frame comes with the m before it
+            newest = min(ring.unseen, 12_288 // args.num_envs, ring.size - rnet.m)  # a frame comes with the m before it
+            rows = ring.rows(newest)
             *triplets, count = sample_heldout(
                 ring.ages[rows], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
             )
@@ -956,7 +957,8 @@ if __name__ == "__main__":
     if wandb_run:
         wandb_run.finish()
     if stop_signals:
-        resume = f", resume: python {script} --resume {run_dir}/agent.pt" if kept else " before anything was learned"
+        resume = shlex.join(["python", script, "--resume", f"{run_dir}/agent.pt"])
+        resume = f", resume: {resume}" if kept else " before anything was learned"
         print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
     print(
