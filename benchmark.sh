@@ -40,7 +40,7 @@ block:minigrid() {
     runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 --learning-rate 0.003 --k 2 \
       --num-tolerance-samples 60
     # measured best; the paper's weights are 0.001 for ECO and 0.1 for ICM (README)
-    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.1 --learning-rate 0.003 --k 3
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.3 --learning-rate 0.003 --k 3
     runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 --learning-rate 0.003
     runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003
   done
@@ -59,7 +59,7 @@ block:fetch() {
   local env
   for env in Fetch{Reach,Push,Slide,PickAndPlace}-v4; do
     runs 4 1000000 ppo "$env" ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01
-    runs 4 1000000 sprl "$env" ppo_sprl_fetch.py --cost-scale 0.05 --cost-bias 1 --ent-coef 0.001
+    runs 4 1000000 sprl "$env" ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --ent-coef 0.001
     runs 4 1000000 eco "$env" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --ent-coef 0.001
     runs 4 1000000 icm "$env" ppo_icm.py --bonus-scale 0.001 --ent-coef 0.001
   done
@@ -68,7 +68,7 @@ block:fetch-sparsity() { # fewer simulator steps per action: a longer way to the
   local n
   for n in 2 3 4 6; do
     runs 4 1000000 "ppo-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01 --n-substeps "$n"
-    runs 4 1000000 "sprl-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0.05 --n-substeps "$n"
+    runs 4 1000000 "sprl-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0.0005 --n-substeps "$n"
   done
 }
 block:fetch-noise() {
@@ -77,7 +77,7 @@ block:fetch-noise() {
     for sigma in 0.03 0.1 0.3; do
       flags="--n-substeps ${pair#*:} --action-noise $sigma"
       runs 4 1000000 "ppo-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01 "$flags"
-      runs 4 1000000 "sprl-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0.05 "$flags"
+      runs 4 1000000 "sprl-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0.0005 "$flags"
     done
   done
 }

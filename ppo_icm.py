@@ -11,10 +11,14 @@ MiniGrid are not given; they are those of the RNet's branch there.
 """
 
 import argparse
+import contextlib
 import difflib
+import io
+import itertools
 import os
 import platform
 import random
+import re
 import resource
 import shlex
 import signal
@@ -174,6 +178,23 @@ RANGES = {  # what check_args accepts: (lowest, highest)
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
     sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+
+
+def parse_args(default):
+    """The command line on top of the default settings; tyro's boxed errors become one line."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(Args, default=default)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        lines = [line.strip("│ ") for line in errors.getvalue().splitlines()[1:]]
+        said = itertools.takewhile(lambda line: not line.startswith("─"), lines)
+        kind = next((line.split()[1] for line in lines if re.fullmatch(r"--[\w-]+ [A-Z|{].*", line)), None)
+        said = " ".join(said).rstrip(".")
+        accepted = "" if "xpected" in said else f", accepted: {kind or 'what --help lists'}"
+        fail(said + accepted)
 
 
 def check_args(args):
@@ -472,6 +493,8 @@ class FetchRobots(gym.vector.VectorEnv):
         return {"returns": self.returns.tolist(), "moments": self.moments.tolist()}
 
     def load_state_dict(self, state):
+        if len(state["returns"]) != self.num_envs:
+            raise ValueError(f"{len(state['returns'])} robots, not {self.num_envs}")
         self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
 
     def close(self):
@@ -722,14 +745,19 @@ def plot_curve(history, title, path):
 
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
-    args = tyro.cli(Args, default=domain_defaults(sys.argv[1:]))
+    args = parse_args(domain_defaults(sys.argv[1:]))
     script = os.path.basename(__file__)
     checkpoint = None
     if args.resume:
         checkpoint = load_checkpoint(args.resume, script)
-        args = tyro.cli(Args, default=Args(**{**checkpoint["args"], "resume": args.resume}))
+        known = {name: value for name, value in checkpoint["args"].items() if hasattr(Args, name)}
+        args = parse_args(Args(**{**known, "resume": args.resume}))
         if args.env_id != checkpoint["args"]["env_id"]:
             fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
+        for name in ("num_envs", "num_steps"):
+            flag, old, new = f"--{name.replace('_', '-')}", checkpoint["args"][name], getattr(args, name)
+            if old != new:
+                fail(f"--resume {args.resume} was trained with {flag} {old}, not {new}")
     check_args(args)
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
@@ -817,7 +845,10 @@ if __name__ == "__main__":
     run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
     if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
         fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        fail(f"--run-name {args.run_name}: {run_dir} cannot be made, accepted: a folder that can ({error!r:.100})")
     command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
     versions = {
@@ -842,7 +873,8 @@ if __name__ == "__main__":
             print(f"W&B cannot be reached, going on without it: {error!r:.100}", file=sys.stderr)
     print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
     if checkpoint:
-        print(f"resumed at step {global_step:,}")
+        episodes = " with new episodes, a simulator's state cannot be saved" * (not envs.resumable)
+        print(f"resumed at step {global_step:,}{episodes}")
 
     progress, next_checkpoint = None, global_step + (args.checkpoint_interval or args.total_timesteps)
     start_time, start_step = time.time(), global_step

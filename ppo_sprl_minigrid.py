@@ -10,10 +10,14 @@ learning rate and of lambda are what we measured to work best (README; the docst
 limit bootstraps; the RNet's MiniGrid architecture is not given in the paper: its branch is the policy's convolutions.
 """
 
+import contextlib
 import difflib
+import io
+import itertools
 import os
 import platform
 import random
+import re
 import resource
 import shlex
 import signal
@@ -172,6 +176,23 @@ def fail(message):
     sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
 
 
+def parse_args(default):
+    """The command line on top of the default settings; tyro's boxed errors become one line."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(Args, default=default)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        lines = [line.strip("│ ") for line in errors.getvalue().splitlines()[1:]]
+        said = itertools.takewhile(lambda line: not line.startswith("─"), lines)
+        kind = next((line.split()[1] for line in lines if re.fullmatch(r"--[\w-]+ [A-Z|{].*", line)), None)
+        said = " ".join(said).rstrip(".")
+        accepted = "" if "xpected" in said else f", accepted: {kind or 'what --help lists'}"
+        fail(said + accepted)
+
+
 def check_args(args):
     """Refuses what cannot work, by name, before anything is built or written."""
     for (low, high), names in RANGES.items():
@@ -190,6 +211,8 @@ def check_window(args):
     if args.cost_scale and args.ring_size // args.num_envs <= window:
         need = (window + 1) * args.num_envs
         fail(f"--ring-size {args.ring_size} is shorter than the window, accepted: {need} or more for these settings")
+    if args.cost_scale and args.rnet_start > args.ring_size // args.num_envs * args.num_envs:
+        fail(f"--rnet-start {args.rnet_start} is never in the ring, accepted: up to --ring-size {args.ring_size}")
 
 
 # ENVIRONMENT #########################################################################################################
@@ -746,14 +769,19 @@ def plot_curve(history, title, path):
 
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
-    args = tyro.cli(Args)
+    args = parse_args(Args())
     script = os.path.basename(__file__)
     checkpoint = None
     if args.resume:
         checkpoint = load_checkpoint(args.resume, script)
-        args = tyro.cli(Args, default=Args(**{**checkpoint["args"], "resume": args.resume}))
+        known = {name: value for name, value in checkpoint["args"].items() if hasattr(Args, name)}
+        args = parse_args(Args(**{**known, "resume": args.resume}))
         if args.env_id != checkpoint["args"]["env_id"]:
             fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
+        for name in ("num_envs", "num_steps"):
+            flag, old, new = f"--{name.replace('_', '-')}", checkpoint["args"][name], getattr(args, name)
+            if old != new:
+                fail(f"--resume {args.resume} was trained with {flag} {old}, not {new}")
     check_args(args)
     check_window(args)
     batch_size = args.num_envs * args.num_steps
@@ -848,7 +876,10 @@ if __name__ == "__main__":
     run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
     if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
         fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
-    os.makedirs(run_dir, exist_ok=True)
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+    except OSError as error:
+        fail(f"--run-name {args.run_name}: {run_dir} cannot be made, accepted: a folder that can ({error!r:.100})")
     command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
     versions = {
@@ -1017,7 +1048,7 @@ if __name__ == "__main__":
             triplets = torch.stack(triplets)[:, : int(count)]
             batch_accuracies = []
             rnet.train()
-            for *mb_rows, mb_envs in triplets.split(args.rnet_batch_size, 1):
+            for *mb_rows, mb_envs in triplets.split(args.rnet_batch_size, 1) if triplets.shape[1] else ():
                 mb_frames = (stack_frames(ring.frames, ring.depths, rows[r], mb_envs, rnet.m) for r in mb_rows)
                 positive_logits, negative_logits = rnet_logits(rnet, *mb_frames)
                 loss = rnet_loss(positive_logits, negative_logits, args.label_smoothing)

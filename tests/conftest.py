@@ -1,6 +1,8 @@
 """What the tests share: loading and running the scripts, and slow readings of the same rules to hold them to."""
 
+import contextlib
 import importlib.util
+import io
 import re
 import runpy
 import signal
@@ -178,3 +180,31 @@ def assert_uniform(draws, low, high):
     expected = counts.sum() / len(counts)
     chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
     assert expected > 20 and chi_square <= freedom + 5 * np.sqrt(2 * freedom), counts
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory):
+    """As `run`, for runs that several tests look at: shared_run(flags, script_name, probes) runs a script in a folder
+    of its own, once per module, and returns its globals, what it printed and the folder."""
+    kept = {}
+
+    def shared_run(flags, script_name, probes=None):
+        key = flags, script_name, repr(probes)
+        if key not in kept:
+            folder, printed = tmp_path_factory.mktemp("run"), io.StringIO()
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
+                patched.chdir(folder)
+                patched.setattr(Figure, "savefig", lambda *_, **__: None)
+                patched.setattr(sys, "argv", [script_name, *flags.split()])
+                path = folder / script_name
+                path.write_text(probed((ROOT / script_name).read_text(), probes or {}))
+                try:
+                    result = runpy.run_path(str(path), {"trace": []}, run_name="__main__")
+                finally:
+                    for number, handler in handlers.items():
+                        signal.signal(number, handler)
+            kept[key] = result, printed.getvalue(), folder
+        return kept[key]
+
+    return shared_run

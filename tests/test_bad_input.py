@@ -1,0 +1,133 @@
+"""Wrong command lines and broken files: one line that names what is wrong and what is right, exit code 2, no trace."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from conftest import SCRIPTS, steps
+
+SMALL = "--num-envs 2 --num-steps 8 --num-minibatches 2"
+MINIGRID, ATARI, FETCH = "ppo_sprl_minigrid.py", "ppo_sprl_atari.py", "ppo_sprl_fetch.py"
+ECO, ICM, GTGRID = "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
+SPRL, LEARNS = (MINIGRID, ATARI, FETCH), (MINIGRID, ATARI, FETCH, ECO)
+ALL = (*SPRL, ECO, ICM, GTGRID)
+
+# scripts, flags, what the line must name
+TABLE = [
+    # types
+    (ALL, "--seed 1.5", ("--seed", "1.5", "INT")),
+    (ALL, "--learning-rate fast", ("--learning-rate", "fast", "FLOAT")),
+    (ALL, "--num-envs twelve", ("--num-envs", "twelve", "INT")),
+    (ALL, "--gamma", ("--gamma",)),
+    (ALL, "--cuda maybe", ("maybe",)),
+    (ALL, "--no-such-flag 3", ("--no-such-flag", "--help")),
+    (ALL, "stray", ("stray", "--help")),
+    ((MINIGRID, ECO, ICM, GTGRID), "--encoding rgb", ("--encoding", "rgb", "onehot", "raw")),
+    ((MINIGRID,), "--rnet psychic", ("--rnet", "psychic", "learned", "oracle")),
+    ((ATARI,), "--rnet-input sound", ("--rnet-input", "sound", "pixel-difference")),
+    (LEARNS, "--rnet-intervals 1 2", ("--rnet-intervals", "3 values")),
+    # ranges
+    (ALL, "--seed -1", ("--seed", "-1", "0 to inf")),
+    (ALL, "--total-timesteps 0", ("--total-timesteps", "0", "1 to inf")),
+    (ALL, "--num-envs 0", ("--num-envs", "0", "1 to inf")),
+    (ALL, "--num-steps -5", ("--num-steps", "-5")),
+    (ALL, "--gamma 1.01", ("--gamma", "1.01", "0 to 1")),
+    (ALL, "--gae-lambda -0.1", ("--gae-lambda", "-0.1", "0 to 1")),
+    (ALL, "--learning-rate nan", ("--learning-rate", "nan")),
+    (ALL, "--learning-rate inf", ("--learning-rate", "inf")),
+    (ALL, "--max-grad-norm -1", ("--max-grad-norm", "-1")),
+    (ALL, "--clip-coef -0.1", ("--clip-coef", "-0.1")),
+    (ALL, "--stack-observations -1", ("--stack-observations", "-1")),
+    (ALL, "--max-episode-steps 0", ("--max-episode-steps", "0")),
+    (ALL, "--checkpoint-interval -1", ("--checkpoint-interval", "-1")),
+    (SPRL, "--cost-scale -0.02", ("--cost-scale", "-0.02")),
+    (SPRL, "--cost-percentile 101", ("--cost-percentile", "101", "0 to 100")),
+    (SPRL, "--tolerance -1", ("--tolerance", "-1")),
+    (SPRL, "--num-tolerance-samples 0", ("--num-tolerance-samples", "0")),
+    (SPRL, "--cost-bias nan", ("--cost-bias", "nan")),
+    (LEARNS, "--k -2", ("--k", "-2", "1 to inf")),
+    (LEARNS, "--label-smoothing 2", ("--label-smoothing", "2.0", "0 to 1")),
+    (LEARNS, "--rnet-intervals 0 1 1", ("--rnet-intervals", "(0, 1, 1)")),
+    (LEARNS, "--rnet-batch-size 0", ("--rnet-batch-size", "0")),
+    (LEARNS, "--rnet-ready-accuracy 1.5", ("--rnet-ready-accuracy", "1.5")),
+    (LEARNS, "--heldout-pairs 0", ("--heldout-pairs", "0")),
+    ((ECO, ICM, GTGRID), "--bonus-scale -1", ("--bonus-scale", "-1")),
+    ((ECO,), "--memory-size 0", ("--memory-size", "0")),
+    ((ECO,), "--memory-percentile -3", ("--memory-percentile", "-3")),
+    ((ICM,), "--forward-loss-weight 1.2", ("--forward-loss-weight", "1.2", "0 to 1")),
+    ((GTGRID,), "--cell-size 0", ("--cell-size", "0")),
+    ((FETCH, ECO, ICM), "--n-substeps 0", ("--n-substeps", "0")),
+    ((FETCH, ECO, ICM), "--action-noise -1", ("--action-noise", "-1")),
+    ((ATARI, ECO), "--rnet-width 0", ("--rnet-width", "0")),
+    # combinations
+    (ALL, "--num-envs 5 --num-steps 7 --num-minibatches 4", ("--num-minibatches", "4", "35")),
+    (SPRL, "--ring-size 30", ("--ring-size", "30", "or more")),
+    (LEARNS, "--ring-size 3000 --rnet-start 3001", ("--rnet-start", "3001", "3000")),
+    ((ECO,), "--ring-size 20", ("--ring-size", "20", "or more")),
+    # ids
+    ((MINIGRID,), "--env-id MiniGrid-FourRoom-7x7-v0", ("--env-id", "FourRoom-7x7", "MiniGrid-FourRooms-7x7-v0")),
+    ((ATARI,), "--env-id Freway-v5", ("--env-id", "Freway-v5", "Freeway-v5")),
+    ((FETCH,), "--env-id FetchPull-v4", ("--env-id", "FetchPull-v4", "FetchPush-v4")),
+    ((ECO, ICM), "--env-id Doom", ("--env-id", "Doom", "MontezumaRevenge-v5", "FetchReach-v4")),
+    ((ECO, ICM), "--env-id FetchPull-v4", ("--env-id", "FetchPull-v4", "FetchPush-v4")),
+    ((GTGRID,), "--env-id Freeway-v5", ("--env-id", "Freeway-v5", "MontezumaRevenge-v5")),
+    ((GTGRID,), "--env-id FetchReach-v4", ("--env-id", "FetchReach-v4", "MontezumaRevenge-v5")),
+    # files
+    (ALL, "--resume nowhere/agent.pt", ("--resume", "nowhere/agent.pt")),
+    (ALL, "--resume empty.pt", ("--resume", "empty.pt")),
+    (ALL, "--resume truncated.pt", ("--resume", "truncated.pt")),
+    (ALL, "--resume hostile.pt", ("--resume", "hostile.pt")),
+    (ALL, "--resume list.pt", ("--resume", "list.pt")),
+    (ALL, "--resume other.pt", ("--resume", "other.pt", "ppo_other.py")),
+    (ALL, "--run-name file/x", ("--run-name", "file/x")),
+]
+# of the rows for all scripts each is tried on two, in turn: they share the code that judges them
+CASES = [
+    (name, flags, words)
+    for row, (names, flags, words) in enumerate(TABLE)
+    for i, name in enumerate(names)
+    if name in SCRIPTS and (len(names) < len(ALL) or (i - row) % 3 == 0)
+]
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("owned",)
+
+
+@pytest.fixture
+def broken_files(tmp_path):
+    """Beside the run: files that are no checkpoints, one of another script, and a file where a folder should be."""
+    (tmp_path / "empty.pt").touch()
+    torch.save({"script": "ppo_other.py"}, tmp_path / "other.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "truncated.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:-200])
+    (tmp_path / "hostile.pt").write_bytes(pickle.dumps(Hostile()))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "file").touch()
+
+
+def test_the_table_is_long_enough():
+    assert len(CASES) >= 100
+
+
+@pytest.mark.parametrize("name, flags, words", CASES)
+def test_wrong_invocation(name, flags, words, run, broken_files, tmp_path, capfd):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as end:
+        run(f"{SMALL} {flags} {'' if 'timesteps' in flags else '--total-timesteps 16'}", name)
+    said = capfd.readouterr().err.strip()
+    assert end.value.code == 2 and said.count("\n") == 0, said
+    assert said.startswith(f"{name}: error: ") and all(word in said for word in words), said
+    assert sorted(tmp_path.rglob("*")) == before, "something was written"
+
+
+@pytest.mark.parametrize("other", ["MiniGrid-KeyDoors-7x7-v0", "MiniGrid-FourRooms-11x11-v0"])
+def test_checkpoint_of_another_world(run, capfd, other):
+    run(f"{SMALL} --cost-scale 0 --run-name one{steps(1)}")
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run(f"--resume runs/one/agent.pt --env-id {other}")
+    said = capfd.readouterr().err.strip()
+    assert end.value.code == 2 and "\n" not in said and other in said and "FourRooms-7x7" in said
