@@ -151,7 +151,7 @@ class Args:
     rnet_learning_rate: float = 1e-3
     """learning rate of the RNet's Adam (authors' code: 3e-4)"""
     rnet_weight_decay: float = 1e-4
-    """L2 penalty of the RNet (authors' DMLab code: 1e-4; paper on Atari: 0.03)"""
+    """L2 penalty of the RNet (authors' DMLab code: 1e-4), on Atari decoupled weight decay (paper: 0.03)"""
     label_smoothing: float = 0.1
     """label smoothing of the RNet's loss (authors' code: 0.1)"""
     heldout_pairs: int = 15_000
