@@ -82,7 +82,7 @@ def load_script(name, path):
 
 def most_likely(agent, policy_obs, space):
     """The action of the highest probability: a Gaussian's mean, or of discrete ones asked of the agent one by one."""
-    if not isinstance(space, gym.spaces.Discrete):
+    if isinstance(space, gym.spaces.Box):
         return agent.actor(agent.network(policy_obs))
     num_actions = int(space.n)
     actions = torch.arange(num_actions, device=policy_obs.device).repeat(len(policy_obs))

@@ -1,0 +1,819 @@
+"""DeepMind Lab. The stand-in: mazes, movement and rewards against the engine's measured numbers, frames against a ray
+marched in small steps and against objects placed by hand. The real engine: a double that raises where it raises."""
+
+import os
+import signal
+import sys
+import types
+from collections import Counter, deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import fake_envs, load, random_ages
+
+DMLAB = "ppo_sprl_dmlab.py"
+SMALL, LARGE, MANY = "explore_goal_locations_small", "explore_goal_locations_large", "explore_object_rewards_many"
+FORWARD, BACKWARD, LEFT, RIGHT, LOOK_LEFT, LOOK_RIGHT, FORWARD_LEFT, FORWARD_RIGHT, FIRE = range(9)
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.fixture(scope="module")
+def dmlab():
+    return load(DMLAB)
+
+
+@pytest.fixture
+def mazes(dmlab):
+    def mazes(env_id, num_envs=1, seed=0, drawn=False):
+        envs = dmlab.LabMazes(env_id, num_envs, CPU)
+        if not drawn:
+            envs._draw = lambda: None
+        envs.reset(seed=seed)
+        return envs
+
+    return mazes
+
+
+def stand(envs, x, y, heading=0.0):
+    envs.places[:], envs.headings[:], envs.velocities[:] = (x, y), heading, 0
+
+
+def act(envs, action):
+    return envs.step(np.full(envs.num_envs, action))
+
+
+def alone(envs):
+    """Nothing to pick up."""
+    envs.objects[:] = -1e4
+    return envs
+
+
+def walk(envs, action, steps):
+    """Distances (steps,) that the first agent moved in each step."""
+    moved = []
+    for _ in range(steps):
+        before = envs.places[0].copy()
+        act(envs, action)
+        moved.append(np.hypot(*(envs.places[0] - before)))
+    return moved
+
+
+def distances(solid, *cells):
+    """Steps from open cells to the nearest of these, {(x, y): steps}, by breadth-first search."""
+    found = {tuple(cell): 0 for cell in cells}
+    queue = deque(found)
+    while queue:
+        x, y = queue.popleft()
+        for place in ((x + 1, y), (x - 1, y), (x, y + 1), (x, y - 1)):
+            if not solid[place[1], place[0]] and place not in found:
+                found[place] = found[x, y] + 1
+                queue.append(place)
+    return found
+
+
+# MAZES ###############################################################################################################
+@pytest.mark.parametrize(
+    "env_id, size, open_cells, objects, mean_path, max_path",
+    [(SMALL, 11, 59, {8, 12, 16}, 6.5, 24), (LARGE, 17, 146, {36}, 11.9, 41), (MANY, 13, 121, {16}, 7.3, 20)],
+)
+def test_mazes_are_those_of_the_table(mazes, env_id, size, open_cells, objects, mean_path, max_path):
+    envs = mazes(env_id, 60)
+    opened, counts, paths = [], Counter(), []
+    for n in range(60):
+        solid, cells = envs.solid[n], envs.object_cells[n]
+        assert solid.shape == (size, size) and solid[[0, -1]].all() and solid[:, [0, -1]].all()
+        found = distances(solid, envs.spawn_cells[n][0])
+        assert len(found) == (~solid).sum(), "everything is connected"
+        neighbours = [sum(not solid[y + b, x + a] for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1))) for x, y in found]
+        assert min(neighbours) >= 2, "no dead ends"
+        opened.append(len(found))
+        counts[len(cells)] += 1
+        for spawn in envs.spawn_cells[n]:
+            found = distances(solid, spawn)
+            paths += [found[tuple(cell)] for cell in cells]
+    assert np.mean(opened) == pytest.approx(open_cells, rel=0.04) and set(counts) <= objects
+    assert counts.most_common(1)[0][0] == max(objects)
+    assert np.mean(paths) == pytest.approx(mean_path, rel=0.07) and 0.6 * max_path <= max(paths) <= 1.25 * max_path
+
+
+def test_map_is_as_the_engine_counts(mazes):
+    """col = x // 100 and row = H - 1 - y // 100 of the maze's text."""
+    envs = mazes(SMALL, 4)
+    for n, maze in enumerate(envs.mazes):
+        rows = str(maze.entity_layer).strip().split("\n")
+        for x, y in (envs.places[n], *envs.objects[n]):
+            col, row = int(x // 100), int(11 - 1 - y // 100)
+            assert rows[row][col] == ("P" if (x, y) == tuple(envs.places[n]) else "G")
+        for row, col in np.ndindex(11, 11):
+            assert envs.solid[n, 10 - row, col] == (rows[row][col] == "*")
+
+
+def test_positions(mazes):
+    """In whole units of a map of 100 a cell: 37 x 37 cells of 30 units on the small one."""
+    envs = mazes(SMALL, 2)
+    envs.places[:] = [[1083.99, 16.0], [29.9, 30.0]]
+    assert envs.positions().tolist() == [[1083, 16], [29, 30]] and envs.positions().dtype == np.int64
+    assert envs.map_size == (1100, 1100) and (envs.positions() // 30).tolist() == [[36, 0], [0, 1]]
+    assert mazes(LARGE).map_size == (1700, 1700) and mazes(MANY).map_size == (1300, 1300)
+
+
+# MOVEMENT ############################################################################################################
+@pytest.mark.parametrize("action, direction", [(FORWARD, 0), (BACKWARD, 180), (LEFT, 90), (RIGHT, -90)])
+@pytest.mark.parametrize("heading", [0, 37, 45, 200])
+def test_speeds_are_the_measured_ones(mazes, action, direction, heading):
+    """Units per step from rest and after release, as measured on the engine, in every direction."""
+    envs = alone(mazes(MANY))
+    stand(envs, 650, 650, np.deg2rad(heading))
+    moved = walk(envs, action, 12)
+    np.testing.assert_allclose(moved[:4], [7.5, 16.5, 19.8, 20.3], atol=0.12)
+    np.testing.assert_allclose(moved[4:], 20.4, atol=0.1)
+    direction = np.deg2rad(heading + direction)
+    np.testing.assert_allclose((envs.places[0] - 650) / sum(moved), [np.cos(direction), np.sin(direction)], atol=1e-9)
+    assert 4.8 < 100 / moved[-1] < 5, "steps a cell"
+    np.testing.assert_allclose(walk(envs, FIRE, 7), [15.6, 11.0, 7.3, 4.5, 2.2, 0.1, 0], atol=0.5)
+    assert abs(envs.velocities[0]) == 0
+
+
+def test_turns_have_no_inertia(mazes):
+    """8.45 degrees a step, to the right if positive."""
+    envs = alone(mazes(MANY))
+    stand(envs, 650, 650, 1.0)
+    for action, degrees in ((LOOK_RIGHT, -8.448), (LOOK_LEFT, 8.448), (FORWARD, 0), (FORWARD_RIGHT, -8.448), (FIRE, 0)):
+        before = envs.headings[0]
+        act(envs, action)
+        assert np.rad2deg(envs.headings[0] - before) == pytest.approx(degrees, abs=1e-9), action
+    stand(envs, 650, 650)
+    assert walk(envs, LOOK_LEFT, 3) == [0, 0, 0]
+    stand(envs, 650, 650)
+    for _ in range(10):  # a curve to the left
+        act(envs, FORWARD_LEFT)
+    assert envs.places[0, 0] > 700 and envs.places[0, 1] > 700
+
+
+@pytest.mark.parametrize("heading, place", [(0, (1184, 650)), (90, (650, 1184)), (180, (116, 650)), (270, (650, 116))])
+def test_agent_stops_16_units_from_a_wall(mazes, heading, place):
+    envs = alone(mazes(MANY))
+    stand(envs, 650, 650, np.deg2rad(heading))
+    walk(envs, FORWARD, 60)
+    np.testing.assert_allclose(envs.places[0], place, atol=1e-6)
+    slid = walk(envs, RIGHT, 10)  # along the wall, as fast as in the open
+    np.testing.assert_allclose(slid[:4], [7.5, 16.5, 19.8, 20.3], atol=0.12)
+    assert np.abs(envs.places[0] - place).min() < 1e-6
+
+
+def test_no_agent_comes_closer_to_a_wall(mazes):
+    """Whatever it does: its square of 32 units touches no solid cell."""
+    envs, rng, closest = alone(mazes(SMALL, 20)), np.random.default_rng(0), np.inf
+    actions = np.zeros(20, int)
+    for _ in range(300):
+        change = rng.random(20) < 0.3
+        actions = np.where(change, rng.choice(8, 20), actions)
+        envs.step(actions)
+        for n in range(20):
+            (x, y), solid = envs.places[n], envs.solid[n]
+            for b, a in np.argwhere(
+                solid[int(y) // 100 - 1 : int(y) // 100 + 2, int(x) // 100 - 1 : int(x) // 100 + 2]
+            ):
+                left, low = (int(x) // 100 - 1 + a) * 100, (int(y) // 100 - 1 + b) * 100
+                gap = max(left - x, x - left - 100, low - y, y - low - 100)
+                closest = min(closest, gap)
+    assert closest == pytest.approx(16, abs=1e-5)
+
+
+# TASKS ###############################################################################################################
+@pytest.mark.parametrize("dx, dy, taken", [(49.9, 0, 1), (50.1, 0, 0), (0, -49.9, 1), (0, -50.1, 0), (49.9, 49.9, 1)])
+def test_pickup_radius_on_each_axis(mazes, dx, dy, taken):
+    envs = mazes(MANY)
+    envs.objects[0] = -1e4
+    envs.objects[0, 2] = 650, 650
+    stand(envs, 650 + dx, 650 + dy)
+    assert act(envs, FIRE)[1].tolist() == [2.0 * taken]
+
+
+def test_goal_respawns_the_agent_and_the_clock_runs_on(mazes):
+    envs, spawns, headings = mazes(SMALL), set(), set()
+    goal = envs.objects[0].copy()
+    assert tuple((goal[0] - 50) / 100) in set(map(tuple, envs.object_cells[0]))
+    rewards, ends = [], []
+    for step in range(1, 1351):
+        touches = step % 5 == 0
+        if touches:
+            envs.places[0], envs.velocities[0] = goal[0] + [3, -4], 5
+        else:
+            stand(envs, *(np.array(envs.spawn_cells[0][0]) * 100 + 50))
+        _, reward, terminations, truncations, _ = act(envs, FIRE)
+        rewards.append(reward[0])
+        ends.append(truncations[0])
+        assert not terminations.any() and np.array_equal(envs.objects[0], goal)
+        if touches:
+            spawns.add(tuple(((envs.places[0] - 50) / 100).astype(int)))
+            headings.add(round(float(envs.headings[0]), 3))
+            assert abs(envs.velocities[0]) == 0
+    assert rewards == ([0] * 4 + [10]) * 270 and ends == 1349 * [False] + [True]
+    assert spawns == set(map(tuple, envs.spawn_cells[0])) and len(headings) > 200
+    solid = envs.solid.copy()
+    _, reward, _, truncations, _ = act(envs, FORWARD)
+    assert reward[0] == 0 and not truncations[0] and envs.clocks[0] == 0 and not np.array_equal(solid, envs.solid)
+
+
+@pytest.mark.parametrize("env_id, steps", [(SMALL, 1350), (LARGE, 1800), (MANY, 1800)])
+def test_episode_lengths(mazes, env_id, steps):
+    envs = alone(mazes(env_id, 2))
+    ends = [t for t in range(1, steps + 3) if act(envs, LOOK_LEFT)[3].all()]
+    assert ends == [steps] and envs.clocks.tolist() == [1, 1]
+
+
+def test_goals_are_drawn_from_the_object_cells(mazes):
+    envs = mazes(LARGE, 40)
+    places = [envs.object_cells[n].tolist().index(((envs.objects[n, 0] - 50) / 100).tolist()) for n in range(40)]
+    assert len(set(places)) > 15
+
+
+def test_all_good_objects_restart_the_map(mazes):
+    """8 of 16 cells; +2 four times, -1 for a bad one; what is taken is gone until all good ones are."""
+    envs = mazes(MANY, 3, seed=4)
+    looks, meanings = envs.looks.copy(), set()
+    for n in range(3):
+        cells = {tuple(cell) for cell in envs.object_cells[n].tolist()}
+        assert len(cells) == 16 and {tuple(c) for c in ((envs.objects[n] - 50) / 100).tolist()} <= cells
+        assert len({tuple(place) for place in envs.objects[n].tolist()}) == 8
+        assert len(set(looks[n, :4])) == len(set(looks[n, 4:])) == 1 and looks[n, 0] != looks[n, 4]
+        meanings.add((looks[n, 0], looks[n, 4]))
+    assert len(meanings) > 1, "it is another one in another episode"
+    before, rewards, solid = envs.objects.copy(), [], envs.solid.copy()
+    for number in (0, 5, 2, 5, 1, 3):
+        envs.places[:] = before[:, number]
+        rewards.append(act(envs, FIRE)[1].tolist())
+        if number != 3:
+            assert np.array_equal(envs.objects, before) and not envs.present[:, number].any()
+    assert rewards == [[2] * 3, [-1] * 3, [2] * 3, [0] * 3, [2] * 3, [2] * 3]
+    assert envs.present.all() and not np.array_equal(envs.objects, before)
+    assert np.array_equal(envs.looks, looks) and np.array_equal(envs.solid, solid) and envs.clocks.tolist() == [6] * 3
+    for n in range(3):
+        assert ((envs.places[n] - 50) / 100).tolist() in envs.spawn_cells[n].tolist()
+
+
+def navigate(envs, n, known):
+    """The action that leads along a shortest path to the nearest thing worth having, around what is not; `known` keeps
+    the distances."""
+    here = tuple((envs.places[n] // 100).astype(int))
+    key = n, envs.solid[n].tobytes(), envs.objects[n].tobytes(), envs.present[n].tobytes()
+    if key not in known:
+        solid, cells = envs.solid[n].copy(), (envs.objects[n] // 100).astype(int)
+        wanted, unwanted = (cells[envs.present[n] & (np.sign(envs.worths) == sign)] for sign in (1, -1))
+        solid[unwanted[:, 1], unwanted[:, 0]] = True
+        known[key] = distances(solid, *wanted)
+    field, (x, y) = known[key], envs.places[n]
+    if here not in field:
+        return FORWARD_LEFT
+    target = here
+    for _ in range(2):  # two cells ahead where they lie in a line
+        options = [(target[0] + a, target[1] + b) for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1))]
+        best = min(options, key=lambda cell: field.get(cell, 1e9))
+        if field.get(best, 1e9) >= field[target] or (target != here and 0 not in np.subtract(best, here)):
+            break
+        target = best
+    aim = np.arctan2(target[1] * 100 + 50 - y, target[0] * 100 + 50 - x)
+    error = np.rad2deg((aim - envs.headings[n] + np.pi) % (2 * np.pi) - np.pi)
+    if abs(error) > 30:
+        return LOOK_LEFT if error > 0 else LOOK_RIGHT
+    return FORWARD if abs(error) < 5 else FORWARD_LEFT if error > 0 else FORWARD_RIGHT
+
+
+@pytest.mark.parametrize("env_id, low, high", [(SMALL, 120, 500), (LARGE, 120, 350), (MANY, 60, 400)])
+def test_navigator_with_a_map_beats_chance(mazes, env_id, low, high):
+    """One episode in each of two mazes. On the engine one that knows the map scored 170-440 on the small, 220-290 on
+    the large maze, and random actions 0-30."""
+    envs, chance, rng = mazes(env_id, 2, seed=7), mazes(env_id, 8, seed=7), np.random.default_rng(0)
+    score, random_score, known = 0, 0, {}
+    for _ in range(envs.episode_steps):
+        score = score + envs.step(np.array([navigate(envs, n, known) for n in range(2)]))[1]
+        random_score = random_score + chance.step(rng.integers(9, size=8))[1]
+    assert low < score.mean() < high and score.min() > 3 * max(random_score.mean(), 10), (score, random_score)
+    assert random_score.mean() <= 30
+
+
+def test_seeds(mazes):
+    """A seed repeats its frames and rewards; an environment does not depend on how many others there are."""
+    films = []
+    for seed, num_envs in ((3, 2), (3, 2), (3, 4), (4, 2)):
+        envs, rng = mazes(MANY, num_envs, seed, drawn=True), np.random.default_rng(0)
+        actions = rng.integers(9, size=(30, 4))
+        films.append(np.stack([envs.step(row[:num_envs])[0][:2] for row in actions]))
+    assert np.array_equal(films[0], films[1]) and np.array_equal(films[0], films[2])
+    assert not np.array_equal(films[0][:, 0], films[3][:, 0]) and not np.array_equal(films[0][:, 0], films[0][:, 1])
+
+
+# FRAMES ##############################################################################################################
+def numbered(envs):
+    """Lets every texel show its own number, so that frames tell which texel is where; returns a reader of them."""
+    count = len(envs.caster.texels)
+    envs.caster.texels = torch.arange(count, dtype=torch.int32).view(torch.uint8).view(-1, 4)[:, :3].contiguous()
+
+    def draw():
+        return type(envs)._draw(envs).astype(np.int64) @ np.array([1, 1 << 8, 1 << 16])
+
+    return draw
+
+
+def march(envs, n, row, col, step=2e-4):
+    """(kind, cell, face, depth, place) of what a pixel shows: a point goes from the eye until it is in a wall or below
+    the floor; a field of view of 90 degrees, eyes at 0.5 of a wall's height."""
+    heading, (x, y) = envs.headings[n], envs.places[n] / 100
+    aside, down = (col + 0.5) / 42 - 1, (row + 0.5) / 42 - 1
+    dx, dy = np.cos(heading) + aside * np.sin(heading), np.sin(heading) - aside * np.cos(heading)
+    depths = np.arange(1, 130_000) * step
+    xs, ys, heights = x + depths * dx, y + depths * dy, 0.5 - depths * down
+    inside = (xs > 0) & (xs < envs.size) & (ys > 0) & (ys < envs.size)
+    cells = np.where(inside, ys, 0).astype(int), np.where(inside, xs, 0).astype(int)
+    hit = np.argmax(envs.solid[n][cells] | ~inside)
+    low = np.argmax(heights < 0) if heights[-1] < 0 else len(depths)
+    if low < hit:
+        return "floor", (int(xs[low]), int(ys[low])), None, depths[low], (xs[low], ys[low])
+    if heights[hit] > 1:
+        return "sky", None, None, None, None
+    before, after = (int(xs[hit - 1]), int(ys[hit - 1])), (int(xs[hit]), int(ys[hit]))
+    face = {(1, 0): 0, (-1, 0): 1, (0, 1): 2, (0, -1): 3}.get(tuple(np.subtract(after, before)))
+    return "wall", before, face, depths[hit], (xs[hit], ys[hit], heights[hit])
+
+
+@pytest.mark.parametrize("env_id", [SMALL, LARGE, MANY])
+def test_pixels_against_a_marched_ray(dmlab, mazes, env_id):
+    """Random agents and pixels: what they show, of which texture, in which light, and where on it."""
+    envs = alone(mazes(env_id, 12, seed=5, drawn=True))
+    draw, starts, rng, texture = numbered(envs), envs.caster.starts, np.random.default_rng(0), 64 * 64
+    seen = Counter()
+    for n in range(12):
+        cells = np.argwhere(~envs.solid[n])[:, ::-1]
+        envs.places[n] = cells[rng.integers(len(cells))] * 100 + rng.uniform(16, 84, 2)
+        envs.headings[n] = rng.uniform(-7, 7) if n else np.pi / 2
+    frames = draw()
+    for _ in range(260):
+        n, row, col = rng.integers(12), *rng.integers(84, size=2)
+        kind, cell, face, depth, place = march(envs, n, row, col)
+        number = frames[n, row, col]
+        part = max((name for name in starts if starts[name] <= number), key=starts.get)
+        if kind == "wall" and (face is None or min(place[2], 1 - place[2]) * 42 / depth < 0.3):
+            continue  # a corner or an edge
+        fraction = np.subtract(place[:2], np.floor(place[:2])) if kind != "sky" else [0.5, 0.5]
+        across = np.array([fraction[1 - face // 2]]) if kind == "wall" else np.array(fraction)
+        if (np.minimum(across, 1 - across) < 0.02).any():
+            continue  # the next cell's
+        seen[kind] += 1
+        assert {"walls": "wall", "floors": "floor", "sky": "sky"}[part] == kind, (n, row, col)
+        number -= starts[part]
+        level, (column, line) = number // texture % 4, divmod(number % texture, 64)
+        if kind == "sky":
+            assert number // 64 == int(
+                ((np.arctan((col + 0.5) / 42 - 1) - envs.headings[n]) / (2 * np.pi) * 512) // 1 % 512
+            )
+        else:
+            variation = np.flipud(envs.mazes[n].variations_layer)[cell[1], cell[0]]
+            seen["room" if variation != "." else "corridor"] += 1
+        if kind == "floor":
+            assert (number // texture // 4 == 0) == (variation == ".")
+            assert abs(column - fraction[0] * 64) < 1.5 and abs(line - fraction[1] * 64) < 1.5
+        if kind == "wall":
+            image, light = number // texture // 4 // 2, number // texture // 4 % 2
+            assert (image // (1 + dmlab.NUM_DECALS) == 0) == (variation == ".") and light == face // 2
+            assert abs(column - across[0] * 64) < 1.5 and abs(line - (1 - place[2]) * 64) < 1.5
+            assert abs(level - np.clip(np.log2(depth) + 1, 0, 3.999)) < 1.01
+            seen["decal"] += image % (1 + dmlab.NUM_DECALS) > 0
+    assert min(seen[kind] for kind in ("wall", "floor", "sky", "room")) > 15, seen
+
+
+def test_depths_against_a_marched_ray(mazes):
+    """All 84 rays of agents anywhere, on grid lines and looking along them, too."""
+    envs, rng = mazes(LARGE, 6, seed=2, drawn=True), np.random.default_rng(1)
+    for n in range(6):
+        cells = np.argwhere(~envs.solid[n])[:, ::-1]
+        envs.places[n] = cells[rng.integers(len(cells))] * 100 + rng.uniform(16, 84, 2)
+        envs.headings[n] = rng.uniform(0, 7)
+    x, y = next((x, y) for y, x in np.argwhere(~envs.solid[0]) if not envs.solid[0, y, x + 1])
+    envs.places[0], envs.headings[0] = (100 * (x + 1), 100 * y + 50), 0.0
+    pose = torch.from_numpy(np.concatenate([envs.places / 100, envs.headings[:, None]], 1)).float()
+    px, py, heading = pose[..., None].unbind(1)
+    slopes = envs.caster.slopes
+    rays = heading.cos() + heading.sin() * slopes, heading.sin() - heading.cos() * slopes
+    depths, _ = envs.caster.walls(px, py, *rays)
+    assert depths.shape == (6, 84) and torch.isfinite(depths).all()
+    wrong = 0
+    for n, col in np.ndindex(6, 84):
+        if col % 4 == 0:
+            expected = march(envs, n, 41, col)[3] if march(envs, n, 41, col)[0] == "wall" else None
+            wrong += expected is None or abs(depths[n, col] - expected) > 2e-3
+    assert wrong == 0
+
+
+@pytest.fixture
+def room(mazes):
+    """One agent in the middle of an open room, looking east, and a reader of which object's texels are where."""
+    envs = alone(mazes(MANY, 1, drawn=True))
+    stand(envs, 250, 650)
+    envs.looks[:] = [[3, 5, 0, 0, 0, 0, 0, 0]]
+    draw, start = numbered(envs), envs.caster.starts["looks"]
+
+    def looks():
+        frame = draw()[0]
+        return np.where(frame >= start, (frame - start) // (32 * 64), -1)
+
+    return envs, looks
+
+
+def test_object_by_hand(room):
+    """Two cells away, 0.5 wide and high on the floor. Columns within 0.125 of the middle's slope: 36.75 to 47.25, so
+    centres 37.5 to 46.5. Rows from the horizon to the floor's slope 0.25: 42 to 52.5, so centres 42.5 to 51.5. The
+    diamond (look 3) is widest in the middle."""
+    envs, looks = room
+    envs.objects[0, 0] = 450, 650
+    rows, cols = np.nonzero(looks() == 3)
+    assert (cols.min(), cols.max()) == (37, 46) and 42 <= rows.min() <= 43 and 50 <= rows.max() <= 51
+    widths = [(rows == row).sum() for row in range(42, 52)]
+    assert np.argmax(widths) in (4, 5) and max(widths) == 10 and widths[0] <= 2 and widths[-1] <= 2
+    assert set(np.unique(looks())) == {-1, 3}
+    envs.present[0, 0] = False
+    assert (looks() == -1).all()
+
+
+def test_object_on_the_right_is_seen_on_the_right(room):
+    """At 3 ahead and 1 to the right: slope 1/3, column 42 + 14."""
+    envs, looks = room
+    envs.objects[0, 0] = 550, 550
+    cols = np.nonzero(looks() == 3)[1]
+    assert cols.mean() + 0.5 == pytest.approx(56, abs=0.6)
+    envs.headings[0] -= np.deg2rad(8.448)  # turning right brings it nearer to the middle
+    assert np.nonzero(looks() == 3)[1].mean() < 52
+    envs.headings[0] = np.pi
+    assert (looks() == -1).all(), "behind the agent"
+
+
+def test_near_objects_hide_far_ones(room):
+    """The ring (look 5) lets what is behind it be seen through its hole, whichever comes first in the list."""
+    envs, looks = room
+    for near, far in ((0, 1), (1, 0)):
+        envs.looks[0, near], envs.looks[0, far] = 5, 1
+        envs.objects[0, near], envs.objects[0, far] = (400, 650), (650, 650)
+        both = looks()
+        envs.present[0, far] = False
+        ring = looks() == 5
+        envs.present[0, far], envs.present[0, near] = True, False
+        square = looks() == 1
+        envs.present[0, near] = True
+        assert ((both == 5) == ring).all() and ((both == 1) == (square & ~ring)).all()
+        assert (square & ring).sum() > 3 and (square & ~ring).sum() > 3
+
+
+def test_walls_hide_objects(mazes):
+    envs = alone(mazes(SMALL, 1, drawn=True))
+    y, x = next((y, x) for y, x in np.argwhere(envs.solid[0][1:-1, 1:-2]) + 1 if not envs.solid[0, y, x + 1])
+    stand(envs, 100 * x + 150, 100 * y + 50, np.pi)
+    draw, start = numbered(envs), envs.caster.starts["looks"]
+    for ahead, seen in ((30, True), (70, False)):
+        envs.objects[0, 0] = 100 * x + 150 - ahead, 100 * y + 50
+        assert (draw() >= start).any() == seen
+
+
+def test_looks_of_episodes(dmlab, mazes):
+    """Corridors always look the same; the rooms of a maze share one wall and one floor of 20; decals on some."""
+    envs = mazes(SMALL, 200)
+    tables = envs.caster.tables.view(200, 5, 32, 32)[:, :, :11, :11].numpy()
+    walls, floors, decals = set(), set(), []
+    for n in range(200):
+        is_room = np.flipud(envs.mazes[n].variations_layer) != "."
+        floor, wall = tables[n, 0] // (4 * 64 * 64), tables[n, 1:] // (8 * 64 * 64)
+        assert (floor[~is_room] == 0).all() and (wall[:, ~is_room] // (1 + dmlab.NUM_DECALS) == 0).all()
+        (one_floor,), (one_wall,) = set(floor[is_room]), set((wall[:, is_room] // (1 + dmlab.NUM_DECALS)).ravel())
+        floors.add(int(one_floor))
+        walls.add(int(one_wall))
+        decals.append((wall % (1 + dmlab.NUM_DECALS) > 0).mean())
+    assert walls == floors == set(range(1, 21)) and 0.1 < np.mean(decals) < 0.2
+    texels, starts, mask = dmlab.make_textures()
+    assert starts["floors"] == 21 * (1 + dmlab.NUM_DECALS) * 8 * 64 * 64 and texels.dtype == np.uint8
+    assert starts["sky"] - starts["floors"] == 21 * 4 * 64 * 64 and starts["looks"] - starts["sky"] == 512 * 64
+    assert len(texels) == starts["looks"] + len(mask)
+    nearest = texels[: starts["floors"]].reshape(21, -1, 2, 4, 64 * 64, 3)[:, 0, 0, 0].astype(int)
+    differences = abs(nearest[:, None] - nearest[None]).mean((2, 3))
+    assert differences[~np.eye(21, dtype=bool)].min() > 3, "21 walls that can be told apart"
+
+
+def test_one_frame_does_not_depend_on_the_others(mazes):
+    envs = mazes(MANY, 5, seed=3, drawn=True)
+    frames, alone_ = envs.frames.copy(), mazes(MANY, 1, seed=0, drawn=True)
+    assert frames.shape == (5, 84, 84, 3) and frames.dtype == np.uint8 and np.array_equal(envs.render(), frames[0])
+    for n in range(5):
+        alone_.caster.tables[0], alone_.caster.solid[0] = envs.caster.tables[n], envs.caster.solid[n]
+        for name in ("places", "headings", "objects", "looks", "present"):
+            getattr(alone_, name)[0] = getattr(envs, name)[n]
+        assert np.array_equal(alone_._draw()[0], frames[n])
+    assert all(frame.std() > 10 for frame in frames)
+
+
+def test_parts_stay_on_the_device(dmlab):
+    """As in test_device: on meta, what reads back or mixes devices raises."""
+    caster = dmlab.RayCaster(4, 13, META)
+    frames = caster.draw(torch.zeros((4, 3 + 3 * 8), device=META))
+    assert frames.device == META and frames.shape == (4, 84, 84, 3) and frames.dtype == torch.uint8
+    args = dmlab.Args(rnet_width=4)
+    envs = fake_envs((84, 84, 3), 9)
+    agent, rnet = dmlab.make_agent(envs, args).to(META), dmlab.make_rnet(envs, args).to(META).eval()
+    action, logprob, entropy, value = agent.get_action_and_value(frames.unsqueeze(1))
+    assert action.device == value.device == META
+    ring = dmlab.Ring(50, 4, (84, 84, 3), torch.uint8, META)
+    ages = torch.from_numpy(random_ages(np.random.default_rng(0), 50, 4, 0.05))
+    ring.add(torch.zeros(50, 4, 84, 84, 3, dtype=torch.uint8, device=META), ages.to(META), ages.to(META))
+    with torch.inference_mode():
+        embeddings = dmlab.embed_frames(rnet.embed, ring.frames, ring.depths, ring.rows(ring.size), rnet.m)
+        cost = dmlab.ksp_cost(rnet, embeddings, ages[30:].numpy(), 2, 1, 10, 90.0)
+    assert embeddings.shape == (50, 4, 2, 512) and cost.device == META
+
+
+# NETWORKS AND SETTINGS ###############################################################################################
+def test_networks_and_defaults(dmlab):
+    """The paper's DMLab row; 2-2-1 blocks, 512-d embedding, three FC(512); 60,000 frames are 1.27 GB."""
+    args = dmlab.Args()
+    wanted = dict(
+        learning_rate=3e-4, ent_coef=0.004, k=10, tolerance=1, num_tolerance_samples=200, negative_bias=20,
+        positive_bias=5, cost_scale=0.06, cost_bias=0.5, max_grad_norm=10, rnet_triplets=15_000,
+        rnet_learning_rate=3e-4, rnet_weight_decay=1e-4, ring_size=60_000, rnet_intervals=(6_000, 12_000, 36_000),
+        heldout_pairs=15_000, rnet_batch_size=64, label_smoothing=0.1, rnet_ready_accuracy=0.75, rnet_width=64,
+        stack_observations=0, num_envs=12, num_steps=256, env_id=SMALL, engine="auto", total_timesteps=20_000_000,
+    )  # fmt: skip
+    assert wanted.items() <= vars(args).items()
+    ring = dmlab.Ring(args.ring_size // args.num_envs, args.num_envs, (84, 84, 3), torch.uint8, META)
+    assert ring.frames.nbytes == 60_000 * 84 * 84 * 3 == 1_270_080_000
+    rnet = dmlab.make_rnet(fake_envs((84, 84, 3), 9), args)
+    widths = [part.conv2.out_channels for part in rnet.modules() if isinstance(part, dmlab.ResidualBlock)]
+    assert type(rnet).__name__ == "ImageRNet" and rnet.m == 0 and widths == [64, 64, 128, 128, 256]
+    linears = [part for part in rnet.head if isinstance(part, torch.nn.Linear)]
+    assert [part.out_features for part in (rnet.branch.dense, rnet.early, *linears)] == [512, 512, 512, 512, 1]
+    assert dmlab.make_agent(fake_envs((84, 84, 3), 9), args).network.convs[0].in_channels == 3
+
+
+# THE REAL ENGINE #####################################################################################################
+class Lab:
+    """A strict double of deepmind_lab.Lab, by the facts of its API: it raises where the real one raises. Episodes last
+    6 steps; a frame's first pixels are the seed's low byte and the steps so far; `plan` of the module makes it fail."""
+
+    def __init__(self, level, observations, config=None, renderer="software", level_cache=None):
+        if level not in [f"contributed/dmlab30/{env_id}" for env_id in (SMALL, LARGE, MANY)]:
+            raise RuntimeError(f"no level {level}")
+        if any(not isinstance(text, str) for text in (*config, *config.values())):
+            raise TypeError("all config values are strings")
+        if not config.keys() <= {"width", "height", "fps"}:
+            raise RuntimeError("unknown key")
+        if not set(observations) <= {"RGB_INTERLEAVED", "DEBUG.POS.TRANS", "DEBUG.MAZE.LAYOUT", "MAP_FRAME_NUMBER"}:
+            raise RuntimeError("unknown observation")
+        if renderer not in ("software", "hardware"):
+            raise RuntimeError("unknown renderer")
+        self.plan = sys.modules["deepmind_lab"].plan
+        if self.plan.get("breaks") == "start":
+            raise RuntimeError("no display")
+        self.shape = int(config["height"]), int(config["width"]), 3
+        self.names, self.renderer, self.cache, self.left, self.resets = observations, renderer, level_cache, 0, 0
+
+    def reset(self, seed=None):
+        if type(seed) is not int or not 0 <= seed < 2**31:
+            raise TypeError("seed is an int")
+        if self.cache is not None:
+            compiled = f"{self.plan['folder']}/{os.getpid()}.pk3"
+            if not self.cache.fetch(f"map{seed % 2}", compiled):
+                open(compiled, "w").write(f"compiled {seed % 2}")
+                self.cache.write(f"map{seed % 2}", compiled)
+            assert open(compiled).read() == f"compiled {seed % 2}"
+        self.seed, self.left, self.resets = seed, 6, self.resets + 1
+        self.buffer = np.zeros(self.shape, np.uint8)  # one for all observations of an episode
+        return True
+
+    def is_running(self):
+        return self.left > 0
+
+    def observations(self):
+        if not self.is_running():
+            raise RuntimeError("the episode has ended, there is no observation")
+        self.buffer[0, 0] = self.seed % 256, 6 - self.left, self.renderer == "hardware"
+        found = {"RGB_INTERLEAVED": self.buffer, "DEBUG.POS.TRANS": np.array([250.7, 100.0 + self.left, 25.1])}
+        return {name: found[name] for name in self.names}
+
+    def step(self, action, num_steps=1):
+        if not isinstance(action, np.ndarray):
+            raise TypeError("the action is an array")
+        if action.dtype != np.intc or action.shape != (7,):
+            raise ValueError("seven of np.intc")
+        if not self.is_running():
+            raise RuntimeError("the episode has ended")
+        if abs(action[0]) > 512 or (abs(action[2:]) > 1).any():
+            raise ValueError("out of range")
+        self.left -= 1
+        self.buffer[:] = 99  # drawn anew: what is to be kept must have been copied
+        if self.resets == self.plan.get("resets") and self.left == 3:
+            if self.plan["breaks"] == "hard":
+                os._exit(3)
+            raise ValueError("the map fell over")
+        return float(num_steps * 100 + action[3] * 10 + action[0])
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """The double where the script imports it, here and in the forked processes; its plan."""
+    module = types.ModuleType("deepmind_lab")
+    module.Lab, module.plan = Lab, {"folder": str(tmp_path)}
+    monkeypatch.setitem(sys.modules, "deepmind_lab", module)
+    return module.plan
+
+
+def lab_args(**settings):
+    return SimpleNamespace(
+        **{
+            "env_id": SMALL,
+            "num_envs": 2,
+            "engine": "deepmind_lab",
+            "renderer": "software",
+            "level_cache": None,
+            "seed": 0,
+        }
+        | settings
+    )
+
+
+def test_real_engine(dmlab, engine):
+    """Two episodes: rewards of action repeat 4, positions, the last frame kept where there is none, NEXT_STEP
+    autoreset, one process per environment."""
+    envs = dmlab.make_envs(lab_args(env_id=MANY, renderer="hardware"))
+    frames, _ = envs.reset(seed=5)
+    assert frames.shape == (2, 84, 84, 3) and frames.dtype == np.uint8 and frames[:, 0, 0, 1:].tolist() == [[0, 1]] * 2
+    assert len({process.pid for process in envs.processes} | {os.getpid()}) == 3
+    first, rows = frames[:, 0, 0, 0].tolist(), []
+    for action in (FORWARD, BACKWARD, LOOK_LEFT, LOOK_RIGHT, FORWARD_RIGHT, FIRE, FORWARD, FORWARD):
+        frames, rewards, terminations, truncations, _ = act(envs, action)
+        assert not terminations.any()
+        rows.append((int(frames[0, 0, 0, 1]), float(rewards[0]), bool(truncations[0]), envs.positions()[0].tolist()))
+    envs.close()
+    assert rows == [
+        (1, 410, False, [250, 105]), (2, 390, False, [250, 104]), (3, 380, False, [250, 103]),
+        (4, 420, False, [250, 102]), (5, 430, False, [250, 101]), (5, 400, True, [250, 101]),
+        (0, 0, False, [250, 106]), (1, 410, False, [250, 105]),
+    ]  # fmt: skip
+    assert first[0] != first[1] and frames[:, 0, 0, 0].tolist() != first, "another episode"
+    assert envs.processes == [] and envs.reset(seed=5)[0][:, 0, 0, 0].tolist() == first
+    envs.close()
+
+
+def test_nine_actions(dmlab):
+    """By the names of the seven entries: look left-right, look down-up, strafe, move, fire, jump, crouch."""
+    look, down, strafe, move, fire, jump, crouch = dmlab.ACTIONS.T.tolist()
+    assert move == [1, -1, 0, 0, 0, 0, 1, 1, 0] and strafe == [0, 0, -1, 1, 0, 0, 0, 0, 0]
+    assert look == [0, 0, 0, 0, -20, 20, -20, 20, 0] and fire == [0] * 8 + [1]
+    assert down == jump == crouch == [0] * 9 and dmlab.ACTIONS.dtype == np.intc
+
+
+def test_double_is_strict(engine):
+    """Of the mistakes that the real engine would not forgive, neither does the double."""
+    level, seen = f"contributed/dmlab30/{SMALL}", ["RGB_INTERLEAVED"]
+    for error, config in ((TypeError, {"width": 84, "height": "84"}), (RuntimeError, {"width": "84", "hight": "84"})):
+        with pytest.raises(error):
+            Lab(level, seen, config)
+    lab = Lab(level, seen, {"width": "84", "height": "84"})
+    lab.reset(seed=1)
+    for error, action in ((TypeError, [0] * 7), (ValueError, np.zeros(7, np.int64))):
+        with pytest.raises(error):
+            lab.step(action)
+    while lab.is_running():
+        lab.step(np.zeros(7, np.intc), num_steps=4)
+    for call in (lab.observations, lambda: lab.step(np.zeros(7, np.intc))):
+        with pytest.raises(RuntimeError):
+            call()
+
+
+def test_level_cache(dmlab, engine, tmp_path):
+    """Maps are compiled once for all processes; a folder that is not there is made."""
+    cache = dmlab.LevelCache(str(tmp_path / "a" / "b"))
+    (tmp_path / "one.pk3").write_text("map")
+    assert not cache.fetch("key", str(tmp_path / "two.pk3"))
+    cache.write("key", str(tmp_path / "one.pk3"))
+    assert cache.fetch("key", str(tmp_path / "two.pk3")) and (tmp_path / "two.pk3").read_text() == "map"
+    assert os.listdir(tmp_path / "a" / "b") == ["key"]
+    envs = dmlab.make_envs(lab_args(level_cache=str(tmp_path / "maps"), num_envs=3))
+    envs.reset(seed=0)
+    for _ in range(30):
+        act(envs, FORWARD)
+    envs.close()
+    assert sorted(os.listdir(tmp_path / "maps")) == ["map0", "map1"]
+
+
+@pytest.mark.parametrize("breaks, said", [("raise", "ValueError: the map fell over"), ("hard", "exit code 3")])
+def test_dead_worker_is_reported(dmlab, engine, capsys, breaks, said):
+    """And SIGTERM is raised, as many times as needed: once."""
+    engine |= {"breaks": breaks, "resets": 1}
+    received = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        envs = dmlab.make_envs(lab_args())
+        envs.reset(seed=0)
+        for _ in range(3):
+            frames, rewards, _, truncations, _ = act(envs, FORWARD)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        envs.close()
+    error = capsys.readouterr().err
+    assert received == [signal.SIGTERM] and said in error and "environment 0 of deepmind_lab died" in error
+    assert frames.shape == (2, 84, 84, 3) and not rewards.any() and not truncations.any()
+    assert ("Traceback" in error and "in step" in error) == (breaks == "raise")
+
+
+def test_workers_end_with_the_trainer(dmlab, engine):
+    """Ctrl-C is not for them, a closed pipe is their end, and so is the SIGTERM that multiprocessing sends at exit."""
+    envs = dmlab.make_envs(lab_args(num_envs=3))
+    envs.reset(seed=0)
+    for process in envs.processes:
+        os.kill(process.pid, signal.SIGINT)
+    assert act(envs, FORWARD)[1].tolist() == [410] * 3
+    processes = envs.processes
+    envs.pipes[0].close()
+    processes[1].terminate()
+    for process in processes[:2]:
+        process.join(10)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGTERM, None]
+    envs.pipes = envs.pipes[1:]
+    envs.close()
+    processes[2].join(10)
+    assert processes[2].exitcode == 0
+
+
+def test_engine_that_does_not_start(dmlab, engine, capsys):
+    engine["breaks"] = "start"
+    with pytest.raises(SystemExit) as exit_:
+        dmlab.make_envs(lab_args()).reset(seed=0)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and "RuntimeError: no display" in error and "did not start" in error
+
+
+def test_choice_of_the_engine(dmlab, engine, monkeypatch, capsys):
+    assert dmlab.choose_engine("auto") == "deepmind_lab"
+    assert capsys.readouterr().out == "engine: deepmind_lab\n"
+    assert dmlab.choose_engine("labmaze") == "labmaze" and dmlab.choose_engine("deepmind_lab") == "deepmind_lab"
+    assert isinstance(dmlab.make_envs(lab_args(engine="labmaze")), dmlab.LabMazes)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setitem(sys.modules, "deepmind_lab", None)  # importing it raises
+    assert dmlab.choose_engine("auto") == "labmaze"
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "labmaze" in said and "not DeepMind Lab's" in said
+    with pytest.raises(SystemExit) as exit_:
+        dmlab.choose_engine("deepmind_lab")
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and error.count("\n") == 1 and "--engine deepmind_lab" in error
+    with pytest.raises(SystemExit) as exit_:
+        dmlab.make_envs(lab_args(env_id="explore_goal", engine="labmaze"))
+    assert exit_.value.code == 2 and SMALL in capsys.readouterr().err
+
+
+# RUNS ################################################################################################################
+BATCH = 2 * 16
+FLAGS = (
+    "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --run-name small --cost-scale 0.1 --k 2 "
+    f"--num-tolerance-samples 3 --ring-size 100 --negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} "
+    f"--rnet-width 4 --heldout-pairs 16 --rnet-intervals {BATCH} {BATCH} {BATCH} --rnet-batch-size 8 --rnet-triplets 16"
+)
+SHORT = {"SETUP": f"TASKS['{MANY}'] = (13, *TASKS['{MANY}'][1:])"}  # episodes of 13 steps
+
+
+@pytest.fixture(scope="module")
+def small_run(shared_run):
+    return shared_run(f"{FLAGS} --env-id {MANY} --engine labmaze --total-timesteps {4 * BATCH}", DMLAB, SHORT)
+
+
+def test_run_carries_the_engines_name(small_run):
+    """In the run's name, its settings and the titles of its charts; the ring's size is printed."""
+    result, printed, folder = small_run
+    assert (folder / "runs" / "small-labmaze" / "agent.pt").is_file() and result["args"].engine == "labmaze"
+    checkpoint = torch.load(folder / "runs/small-labmaze/agent.pt", weights_only=True)
+    assert checkpoint["args"]["engine"] == "labmaze" and result["method"] == "sprl (labmaze)"
+    assert f"sprl (labmaze) on {MANY} (" in printed and f"sprl (labmaze) {MANY} seed 1: return" in printed
+    assert "ring: 50 steps x 2 environments, 2.1 MB" in printed
+    lengths = [row["length"] for row in result["history"] if "length" in row]
+    assert set(lengths) == {13} and all(np.isfinite(row["cost_rate"]) for row in result["history"][2:])
+
+
+def test_resumed_run_goes_on_with_new_episodes(small_run, shared_run, capsys):
+    before, _, folder = small_run
+    flags = f"--resume {folder}/runs/small-labmaze/agent.pt --total-timesteps {5 * BATCH}"
+    after, printed, _ = shared_run(flags, DMLAB, SHORT)
+    assert f"resumed at step {4 * BATCH:,} with new episodes" in printed and after["args"].engine == "labmaze"
+    assert after["history"][:4] == before["history"] and len(after["history"]) == 5
+    with pytest.raises(SystemExit) as exit_, pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "deepmind_lab", types.ModuleType("deepmind_lab"))
+        shared_run(flags + " --engine deepmind_lab", DMLAB)
+    assert exit_.value.code == 2 and "trained on labmaze, not on deepmind_lab" in capsys.readouterr().err
+
+
+def test_run_on_the_real_engine_survives_a_dead_worker(run, engine, capsys, tmp_path):
+    """It dies in the sixth episode, after 38 steps, in the third rollout: two are learned and saved."""
+    engine |= {"breaks": "raise", "resets": 6}
+    result = run(f"{FLAGS} --total-timesteps {6 * BATCH}", DMLAB)
+    printed = capsys.readouterr()
+    assert "engine: deepmind_lab\n" in printed.out and "ValueError: the map fell over" in printed.err
+    assert "stopped by SIGTERM, resume: python" in printed.out and result["envs"].processes == []
+    checkpoint = torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)
+    assert checkpoint["iteration"] == 2 and checkpoint["args"]["engine"] == "deepmind_lab"
+    assert [row["length"] for row in checkpoint["history"]] == [6, 6] and len(checkpoint["history"]) == 2
