@@ -14,6 +14,7 @@ import functools
 import importlib
 import io
 import itertools
+import math
 import multiprocessing
 import os
 import platform
@@ -810,22 +811,23 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.norm1, self.norm2 = nn.GroupNorm(1, outputs), nn.GroupNorm(1, outputs)
         self.shortcut = nn.Sequential()
         if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(1, outputs))
 
     def forward(self, x):
         return (self.norm2(self.conv2(self.norm1(self.conv1(x)).relu())) + self.shortcut(x)).relu()
 
 
 class ResNet(nn.Module):
-    """Images -> 512 features: a 7x7/2 and max-pool stem, stages of residual blocks that double the width and halve the
-    size, the mean over all places, FC(512)."""
+    """84x84 images -> 512 features: a 7x7/2 and max-pool stem, stages of residual blocks that double the width and
+    halve the size, FC(512). The mean over all places, usual before it, would forget where things are; BatchNorm's
+    running averages would lag behind a network that changes a lot in its first training."""
 
     def __init__(self, channels, blocks, width):
         super().__init__()
-        layers = [nn.Conv2d(channels, width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        layers = [nn.Conv2d(channels, width, 7, 2, padding=3, bias=False), nn.GroupNorm(1, width), nn.ReLU()]
         layers += [nn.MaxPool2d(3, 2, padding=1)]
         inputs = width
         for stage, count in enumerate(blocks):
@@ -834,11 +836,12 @@ class ResNet(nn.Module):
                 layers += [ResidualBlock(inputs, outputs, 2 if stage and not block else 1)]
                 inputs = outputs
         self.blocks = nn.Sequential(*layers)
-        self.dense = nn.Linear(inputs, 512)
+        side = math.ceil(21 / 2 ** (len(blocks) - 1))  # the stem leaves 21 of 84
+        self.dense = nn.Linear(inputs * side**2, 512)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images):
-        return self.dense(self.blocks(images).mean((2, 3))).relu()
+        return self.dense(self.blocks(images).flatten(1)).relu()
 
 
 class ImageRNet(nn.Module):

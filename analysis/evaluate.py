@@ -12,6 +12,7 @@ import importlib.util
 import io
 import os
 import sys
+import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,38 @@ def load_script(name, path):
     except ImportError as error:
         fail(f"{name} cannot be imported ({first_line(error)}), see its requirements")
     return module
+
+
+@dataclass
+class Run:
+    checkpoint: dict
+    script: types.ModuleType
+    args: object
+    envs: gym.vector.VectorEnv
+    agent: torch.nn.Module
+    quotas: np.ndarray  # episodes of each environment
+    world_seed: int
+
+
+def load_run(path, episodes, seed, device="cpu"):
+    """A checkpoint's worlds, on layouts of their own, and its agent; seeds torch for the actions."""
+    checkpoint = load_checkpoint(path, {"script": str, "args": dict, "agent": dict})
+    script = load_script(checkpoint["script"], path)
+    # Training begins with layouts seed, seed + 1, ...: a small seed would replay them, a hashed one lies far away.
+    world_seed, action_seed = (int(word) >> 2 for word in np.random.SeedSequence(seed).generate_state(2))
+    try:
+        known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
+        args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
+        args.num_envs, args.seed = min(episodes, args.num_envs), world_seed
+        envs = script.make_envs(args)
+        agent = script.make_agent(envs, args).to(device)
+        agent.load_state_dict(checkpoint["agent"])
+    except Exception as error:
+        fail(f"{path} does not fit today's {checkpoint['script']} ({first_line(error)})")
+    quotas = np.full(envs.num_envs, episodes // envs.num_envs)
+    quotas[: episodes % envs.num_envs] += 1
+    torch.manual_seed(action_seed)
+    return Run(checkpoint, script, args, envs, agent, quotas, world_seed)
 
 
 def most_likely(agent, policy_obs, space):
@@ -198,39 +231,16 @@ def main(args):
         fail(f"--seed {args.seed} is out of range, accepted: 0 or more")
     if args.video and not (args.video.endswith(".gif") and Path(args.video).absolute().parent.is_dir()):
         fail(f"--video {args.video} cannot be written, accepted: a name that ends in .gif, in a folder that exists")
-    checkpoint = load_checkpoint(args.checkpoint, {"script": str, "args": dict, "agent": dict})
-    script = load_script(checkpoint["script"], args.checkpoint)
-
-    # Training begins with layouts seed, seed + 1, ...: a small seed would replay them, a hashed one lies far away.
-    world_seed, action_seed = (int(word) >> 2 for word in np.random.SeedSequence(args.seed).generate_state(2))
-    try:
-        known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
-        run_args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
-        run_args.num_envs, run_args.seed = min(args.episodes, run_args.num_envs), world_seed
-        envs = script.make_envs(run_args)
-        device = torch.device("cuda" if torch.cuda.is_available() and run_args.cuda else "cpu")
-        agent = script.make_agent(envs, run_args).to(device)
-        agent.load_state_dict(checkpoint["agent"])
-    except Exception as error:
-        fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
-
-    quotas = np.full(envs.num_envs, args.episodes // envs.num_envs)
-    quotas[: args.episodes % envs.num_envs] += 1
-    torch.manual_seed(action_seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run = load_run(args.checkpoint, args.episodes, args.seed, device)
+    envs, agent = run.envs, run.agent
     frames = [] if args.video else None
-    settings = (script.stack_frames, run_args.stack_observations)
+    settings = (run.script.stack_frames, run.args.stack_observations)
     watched = None if type(envs).__name__ == "FetchRobots" else frames
-    episodes = play(envs, agent, *settings, quotas, world_seed, args.greedy, watched)
+    episodes = play(envs, agent, *settings, run.quotas, run.world_seed, args.greedy, watched)
     if args.video and watched is None:
-        play(
-            DrawnFetch(run_args, envs.max_episode_steps),
-            agent,
-            *settings,
-            np.array([3]),
-            world_seed,
-            args.greedy,
-            frames,
-        )
+        drawn = DrawnFetch(run.args, envs.max_episode_steps)
+        play(drawn, agent, *settings, np.array([3]), run.world_seed, args.greedy, frames)
     envs.close()
     _, returns, lengths = zip(*episodes)
     print(summary(returns, lengths, args.seed))

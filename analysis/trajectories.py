@@ -9,13 +9,12 @@ the lowest mean cost per step and of the quarter with the highest, spread evenly
 path goes from purple to yellow as time passes; it is shaken a little, so that what lies on one another can be seen and
 turning in place becomes a scribble.
 
-Differences from the paper: it shows 60 steps of one room of Montezuma's Revenge and the visits of all trajectories at
-once. Here an episode is as long as it is, and as its layout is its own it gets its own map. Another domain adds a line
-to VIEWS: where its agents are, and what to draw below the path.
+On MiniGrid a trajectory is an episode, on its own map, for every episode has another layout. On Montezuma's Revenge it
+is 60 steps, as in the paper, over the picture they begin with. Another domain adds a line to VIEWS: where its agents
+are, what to draw below the path, and into how many steps an episode is cut.
 """
 
 import csv
-import dataclasses
 import os
 import sys
 from dataclasses import dataclass, field
@@ -24,10 +23,12 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
-from evaluate import fail, first_line, load_checkpoint, load_script, play, summary
+from evaluate import fail, first_line, load_run, load_script, play, summary
+from tqdm import tqdm
 
 SPRL = "ppo_sprl_minigrid.py"  # has the cost and the oracle, and the settings of the cost where a checkpoint has none
 TILE, COLUMNS, ROWS = 16, 4, 3  # pixels of a grid square; maps per quarter
+SCREEN_FOOT = 328  # Montezuma's Revenge: the screen's row 0 as its RAM would count it
 
 
 @dataclass
@@ -53,7 +54,21 @@ def grid_background(envs, i):
     return envs.worlds[i].grid.render(TILE, agent_pos=(-1, -1))
 
 
-VIEWS = {"GridWorlds": (grid_positions, grid_background)}  # by the class of the environments
+def screen_positions(envs):
+    """Montezuma's Revenge: pixels of the 84x84 screen, which is 160x210 in the game; its y grows upwards."""
+    x, y = envs.positions().T
+    return np.stack([x % 256 / 160 * 84, (SCREEN_FOOT - y) / 210 * 84], 1)
+
+
+def screen_background(envs, i):
+    """The game's picture as the agent saw it, grey as RGB."""
+    return envs.frames[i].repeat(3, 2)
+
+
+VIEWS = {  # by the class of the environments; the last is the steps of a trajectory, where it is not the whole episode
+    "GridWorlds": (grid_positions, grid_background, None),
+    "AtariGames": (screen_positions, screen_background, 60),
+}
 
 
 # PLAY ################################################################################################################
@@ -150,6 +165,15 @@ def spread(ranked, count):
     return ranked[np.unique(np.linspace(0, len(ranked) - 1, min(count, len(ranked))).round().astype(int))]
 
 
+def cut(episode, costs, steps):
+    """The episode and its costs in trajectories of so many steps, each on its first picture; a shorter rest is left."""
+    for start in range(0, len(costs) - steps + 1, steps):
+        part, after = slice(start, start + steps), slice(start, start + steps + 1)
+        frames = episode.frames[after]
+        background, places, states = frames[0].repeat(3, 2), episode.places[after], episode.states[after]
+        yield Episode(episode.env, background, frames, places, states, episode.rewards[part]), costs[part]
+
+
 # FIGURE ##############################################################################################################
 def draw(episodes, costs, title, judge_name, path):
     matplotlib.use("Agg")
@@ -211,31 +235,26 @@ def main(args):
         fail(f"--episodes {args.episodes} is out of range, accepted: 4 to 100000")
     if args.seed < 0:
         fail(f"--seed {args.seed} is out of range, accepted: 0 or more")
-    checkpoint = load_checkpoint(args.checkpoint, {"script": str, "args": dict, "agent": dict})
-    script = load_script(checkpoint["script"], args.checkpoint)
-    sprl = script if checkpoint["script"] == SPRL else load_script(SPRL, args.checkpoint)
-    world_seed, action_seed = (int(word) >> 2 for word in np.random.SeedSequence(args.seed).generate_state(2))
-    try:
-        known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
-        run_args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
-        run_args.num_envs, run_args.seed = min(args.episodes, run_args.num_envs), world_seed
-        envs = script.make_envs(run_args)
-        agent = script.make_agent(envs, run_args)
-        agent.load_state_dict(checkpoint["agent"])
-        if "rnet" in checkpoint:
-            judge = script.make_rnet(envs, run_args).eval()
-            judge.load_state_dict(checkpoint["rnet"])
-    except Exception as error:
-        fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
+    run = load_run(args.checkpoint, args.episodes, args.seed)
+    checkpoint, script, run_args, envs = run.checkpoint, run.script, run.args, run.envs
     if type(envs).__name__ not in VIEWS:
         fail(f"{args.checkpoint} plays {type(envs).__name__}, accepted: {', '.join(VIEWS)}")
+    *view, length = VIEWS[type(envs).__name__]
+    sprl = script if hasattr(script, "ksp_cost") else load_script(SPRL, args.checkpoint)
 
     names = ("k", "tolerance", "num_tolerance_samples", "cost_percentile")
     settings = [getattr(run_args, name, getattr(sprl.Args, name)) for name in names]
     if "rnet" in checkpoint:
+        judge = script.make_rnet(envs, run_args).eval()
+        try:
+            judge.load_state_dict(checkpoint["rnet"])
+        except Exception as error:
+            fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
         observe, judge_name = None, "the checkpoint's RNet"
         if not checkpoint.get("schedule", {}).get("ready", True):
             judge_name += ", which its training did not trust yet"
+    elif not hasattr(envs, "worlds"):
+        fail(f"{args.checkpoint} has no RNet to tell the cost, accepted: a checkpoint of SPRL or ECO")
     else:
         judge = sprl.Oracle(envs.worlds, settings[0] - 1)
         observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
@@ -243,18 +262,21 @@ def main(args):
     files = [os.path.join(args.out, name) for name in ("trajectories.csv", "trajectories.png")]
     try:
         os.makedirs(args.out, exist_ok=True)
-        quotas = np.full(envs.num_envs, args.episodes // envs.num_envs)
-        quotas[: args.episodes % envs.num_envs] += 1
-        torch.manual_seed(action_seed)
-        recorder = Recorder(envs, *VIEWS[type(envs).__name__], observe)
-        played = play(recorder, agent, script.stack_frames, run_args.stack_observations, quotas, world_seed)
-        episodes = first_episodes(recorder.finished, quotas)
+        recorder = Recorder(envs, *view, observe)
+        played = play(recorder, run.agent, script.stack_frames, run_args.stack_observations, run.quotas, run.world_seed)
+        episodes = first_episodes(recorder.finished, run.quotas)
         embed_frames = script.embed_frames if "rnet" in checkpoint else None
         with torch.inference_mode():
-            costs = [step_costs(episode, sprl, judge, settings, embed_frames).mean() for episode in episodes]
-        costs = np.array(costs)
+            costs = [step_costs(episode, sprl, judge, settings, embed_frames) for episode in tqdm(episodes, "costs")]
+        if length:
+            parts = [part for pair in zip(episodes, costs) for part in cut(*pair, length)]
+            if len(parts) < 4:
+                fail(f"--episodes {args.episodes} gave {len(parts)} trajectories of {length} steps, accepted: more")
+            episodes, costs = zip(*parts)
+        costs = np.array([steps.mean() for steps in costs])
         title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
-        title += f"{args.episodes} episodes, of which each quarter shows an even spread."
+        title += f"{len(episodes)} {f'trajectories of {length} steps' if length else 'episodes'}, "
+        title += "of which each quarter shows an even spread."
         write_costs(episodes, costs, f"{files[0]}.tmp")
         draw(episodes, costs, title, judge_name, f"{files[1]}.tmp")
         for path in files:
@@ -271,7 +293,7 @@ def main(args):
     print(f"k-SP cost per step by {judge_name}: {costs.mean():.3f}")
     for name, quarter in zip(("lowest", "highest"), quarters(costs)):
         steps = np.mean([len(episodes[i].rewards) for i in quarter])
-        success = np.mean([episodes[i].rewards[-1] > 0 for i in quarter])
+        success = np.mean([sum(episodes[i].rewards) > 0 for i in quarter])
         print(f"{name} quarter: cost {costs[quarter].mean():.3f}, {steps:.1f} steps, success {success:.2f}")
 
 

@@ -48,7 +48,9 @@ class Args:
     env_id: str = "MiniGrid-FourRooms-7x7-v0"
     """the world"""
     iterations: int = 8
-    """iterations that are measured, after two that are not"""
+    """iterations that are measured"""
+    burn_in: int = 2
+    """iterations before them that are not"""
     repetitions: int = 3
     """how often every method is measured"""
     threads: int = 2
@@ -62,7 +64,7 @@ class Args:
 
 
 # ONE MEASUREMENT #####################################################################################################
-def run_script(command, iterations):
+def run_script(command, iterations, burn_in):
     """Runs a script's main block with a clock at each section; returns seconds per part, steps/s and the namespace."""
     script, *argv = command.split()
     source = (ROOT / script).read_text()
@@ -91,10 +93,10 @@ def run_script(command, iterations):
                 namespace["agent"].get_action_and_value = timed(
                     namespace["agent"].get_action_and_value, "policy forward"
                 )
-            if state["iteration"] == 3:  # two iterations of burn-in
+            if state["iteration"] == 1 + burn_in:
                 seconds.clear()
                 state["start"] = now
-            if state["iteration"] == 3 + iterations:
+            if state["iteration"] == 1 + burn_in + iterations:
                 state["end"] = now
         state["part"], state["since"] = SECTIONS.get(section, "rest"), time.perf_counter()
 
@@ -220,22 +222,22 @@ def child(args):
     if args.child == "cleanrl":
         result = {"sps": run_cleanrl(args.env_id, args.iterations), "parts": {}}
     else:
-        # two more iterations than are measured come before them, one ends the last
-        command = f"{args.child} --env-id {args.env_id}"
+        command = args.child if "--env-id" in args.child else f"{args.child} --env-id {args.env_id}"
         namespace_args = re.search(r"--num-envs (\d+)", command), re.search(r"--num-steps (\d+)", command)
         envs, length = (int(match[1]) if match else default for match, default in zip(namespace_args, (12, 256)))
-        steps = (args.iterations + 3) * envs * length
-        parts, sps, namespace = run_script(f"{command} --total-timesteps {steps}", args.iterations)
+        iterations = args.burn_in + args.iterations + 1  # one more, whose start ends the last that is measured
+        command += f" --total-timesteps {iterations * envs * length}"
+        parts, sps, namespace = run_script(command, args.iterations, args.burn_in)
         gflops = update_gflop(namespace) * args.iterations / parts["policy update"]
-        result = {"sps": sps, "parts": parts, "gflops": gflops}
+        result = {"sps": sps, "parts": parts, "gflops": gflops, "steps": args.iterations * envs * length}
     result["machine_gflops"] = machine_gflops()
     result["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(result))
 
 
 # ALL MEASUREMENTS ####################################################################################################
-def measure(command, args):
-    line = [sys.executable, __file__, "--child", command, "--env-id", args.env_id]
+def measure(command, args, burn_in=2):
+    line = [sys.executable, __file__, "--child", command, "--env-id", args.env_id, "--burn-in", str(burn_in)]
     line += ["--iterations", str(args.iterations), "--threads", str(args.threads)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
@@ -269,48 +271,67 @@ def compare(args):
 
 
 def scaling(args):
-    """steps/s of SPRL against what its cost depends on, beside PPO's at the same setting."""
+    """steps/s and the constraint's own time of SPRL against what they depend on, beside PPO at the same setting."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    sweeps = {
-        "k": [f"--k {k}" for k in (2, 5, 10, 20)],
-        "N": [f"--num-tolerance-samples {n}" for n in (1, 20, 60, 120, 200)],
-        "environments": [f"--num-envs {n} --num-steps {max(16, 3072 // n)}" for n in (1, 4, 12, 64, 256)],
-        "ring size": [f"--ring-size {n}" for n in (15_000, 60_000, 240_000)],
-        "grid side": ["7x7", "11x11"],
+    base = "--k 2 --num-tolerance-samples 60 --num-envs 12 --num-steps 256 --env-id MiniGrid-FourRooms-7x7-v0"
+    sweeps = {  # the flags that change, and whether PPO has them too
+        "k": (False, {k: f"--k {k}" for k in (2, 10, 20)}),
+        "N": (False, {n: f"--num-tolerance-samples {n}" for n in (1, 60, 120, 240)}),
+        "environments": (True, {n: f"--num-envs {n} --num-steps {max(16, 3072 // n)}" for n in (1, 12, 64, 256)}),
+        "grid side": (True, {side: f"--env-id MiniGrid-FourRooms-{side}x{side}-v0" for side in (7, 11)}),
+        "ring size": (False, {n: f"--ring-size {n}" for n in (15_000, 60_000)}),
     }
     folder = Path(args.scaling)
     folder.mkdir(parents=True, exist_ok=True)
+    points, runs = {}, defaultdict(list)
+    for name, (shared, settings) in sweeps.items():
+        for value, changed in settings.items():
+            flags = dict(zip(base.split()[::2], base.split()[1::2]))
+            flags |= dict(zip(changed.split()[::2], changed.split()[1::2]))
+            flags = " ".join(f"{flag} {setting}" for flag, setting in flags.items())
+            # a ring costs what it costs when it is full: the largest one's fill comes before all ring measurements
+            sprl = f"{METHODS['sprl']} {flags}", 20 if name == "ring size" else 2
+            points[name, value] = (f"{METHODS['ppo']} {flags if shared else base}", 2), sprl
+    jobs = list(dict.fromkeys(job for pair in points.values() for job in pair))
+    for repetition in range(args.repetitions):
+        for number, job in enumerate(jobs, 1):
+            runs[job].append(measure(job[0], args, burn_in=job[1]))
+            where = f"repetition {repetition + 1} of {args.repetitions}, {number} of {len(jobs)}"
+            print(f"{where}, {job[0]}: {runs[job][-1]['sps']:.0f} steps/s", file=sys.stderr)
+
+    def constraint(run):  # milliseconds per 1000 steps in the cost and in the RNet's training
+        return 1e6 * (run["parts"]["intrinsic reward"] + run["parts"]["rnet update"]) / run["steps"]
+
     rows = []
-    for name, settings in sweeps.items():
-        for setting in settings:
-            grid = name == "grid side"
-            world = Args(**{**vars(args), "env_id": f"MiniGrid-FourRooms-{setting}-v0"}) if grid else args
-            flags = "" if grid else setting
-            plain = flags if name == "environments" else ""
-            ppo, sprl = [], []
-            for _ in range(args.repetitions):
-                ppo.append(measure(f"{METHODS['ppo']} {plain}".strip(), world)["sps"])
-                sprl.append(measure(f"{METHODS['sprl']} {flags}".strip(), world)["sps"])
-            value = int(re.search(r"\d+", setting)[0])
-            rows.append((name, value, statistics.median(ppo), statistics.median(sprl)))
-            print(f"{name} {value}: PPO {rows[-1][2]:.0f}, SPRL {rows[-1][3]:.0f} steps/s", file=sys.stderr)
+    for (name, value), jobs in points.items():
+        sps = [[run["sps"] for run in runs[job]] for job in jobs]
+        cost = [constraint(run) for run in runs[jobs[1]]]
+        rows.append((name, value, *((statistics.median(x), min(x), max(x)) for x in (*sps, cost))))
     with open(folder / "scaling.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("against", "value", "ppo_steps_per_s", "sprl_steps_per_s"))
-        writer.writerows((name, value, round(ppo), round(sprl)) for name, value, ppo, sprl in rows)
-    figure, axes = plt.subplots(1, len(sweeps), figsize=(3.2 * len(sweeps), 3), layout="constrained", sharey=False)
-    for axis, name in zip(axes, sweeps):
-        _, values, ppo, sprl = zip(*(row for row in rows if row[0] == name))
-        axis.plot(values, ppo, "o-", color="#0072B2", label="PPO")
-        axis.plot(values, sprl, "o-", color="#D55E00", label="SPRL")
-        axis.set(xlabel=name, ylim=(0, None), xscale="log" if name in ("environments", "ring size") else "linear")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("steps/s")
-    axes[0].legend()
+        columns = ("ppo_steps_per_s", "sprl_steps_per_s", "constraint_ms_per_1000_steps")
+        writer.writerow(("against", "value", *(f"{column}{end}" for column in columns for end in ("", "_min", "_max"))))
+        writer.writerows((name, value, *(round(x) for triple in rest for x in triple)) for name, value, *rest in rows)
+    figure, axes = plt.subplots(2, len(sweeps), figsize=(3 * len(sweeps), 5), layout="constrained", sharey="row")
+    lines = (0, "PPO", "#0072B2"), (0, "SPRL", "#D55E00"), (1, "cost and RNet training of SPRL", "#D55E00")
+    for column, name in enumerate(sweeps):
+        _, values, *series = zip(*(row for row in rows if row[0] == name))
+        for (row, label, color), measured in zip(lines, series):
+            middle, low, high = zip(*measured)
+            axes[row, column].plot(values, middle, "o-", color=color, label=label)
+            axes[row, column].fill_between(values, low, high, color=color, alpha=0.2, linewidth=0)
+        for axis in axes[:, column]:
+            axis.set(ylim=(0, None), xscale="log" if name == "environments" else "linear")
+            axis.grid(alpha=0.3)
+        axes[1, column].set_xlabel(name)
+    axes[0, 0].set_ylabel("steps/s")
+    axes[1, 0].set_ylabel("ms per 1000 steps")
+    for axis in axes[:, 0]:
+        axis.legend(loc="lower left")
     figure.savefig(folder / "scaling.png", dpi=110)
 
 
