@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 SPRL = "ppo_sprl_minigrid.py"  # has the cost and the oracle, and the settings of the cost where a checkpoint has none
 TILE, COLUMNS, ROWS = 16, 4, 3  # pixels of a grid square; maps per quarter
-SCREEN_FOOT = 328  # Montezuma's Revenge: the screen's row 0 as its RAM would count it
 
 
 @dataclass
@@ -55,9 +54,9 @@ def grid_background(envs, i):
 
 
 def screen_positions(envs):
-    """Montezuma's Revenge: pixels of the 84x84 screen, which is 160x210 in the game; its y grows upwards."""
+    """Montezuma's Revenge: the figure's middle on the 84x84 screen, 160x210 in the game, where y grows upwards."""
     x, y = envs.positions().T
-    return np.stack([x % 256 / 160 * 84, (SCREEN_FOOT - y) / 210 * 84], 1)
+    return np.stack([(x % 256 + 2) / 160 * 84, (317 - y) / 210 * 84], 1)
 
 
 def screen_background(envs, i):
@@ -198,7 +197,7 @@ def draw(episodes, costs, title, judge_name, path):
         for axis, i in zip(axes, spread(ranked, len(axes))):
             episode, steps = episodes[i], len(episodes[i].rewards)
             axis.imshow(episode.background, alpha=0.75)
-            shake = rng.uniform(-0.27, 0.27, (steps + 1, 2)) * TILE
+            shake = rng.uniform(-0.27, 0.27, (steps + 1, 2)) * min(TILE, len(episode.background) / 20)
             shake[[0, -1]] = 0  # the marks lie in the middle of their squares
             line = np.stack(episode.places) + shake
             pieces = LineCollection(

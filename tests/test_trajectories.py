@@ -22,7 +22,7 @@ def script():
 
 def checkpoint_of(script, path, name=trajectories.SPRL, with_rnet=True, **settings):
     """What a training would save, of networks that have learned nothing."""
-    args = script.Args(num_envs=4, max_episode_steps=40, num_tolerance_samples=10, **settings)
+    args = script.Args(**{"num_envs": 4, "max_episode_steps": 40, "num_tolerance_samples": 10} | settings)
     envs = script.make_envs(args)
     torch.manual_seed(0)
     content = {"script": name, "args": vars(args) | {"seed": 1}, "agent": script.make_agent(envs, args).state_dict()}
@@ -57,6 +57,16 @@ def test_first_episodes_by_hand():
     assert [episode is finished[i] for episode, i in zip(kept, (0, 1, 2, 3, 4))] == [True] * 5 and len(kept) == 5
 
 
+def test_cut_by_hand():
+    frames, places = list(np.arange(8.0).reshape(8, 1, 1, 1)), list(range(8))
+    episode = Episode(3, None, frames, places, [0] * 8, [0, 0, 1, 0, 0, 2, 0])
+    (first, early), (second, late) = trajectories.cut(episode, np.arange(7) / 10, 3)  # a rest of one step is left
+    assert first.places == [0, 1, 2, 3] and second.places == [3, 4, 5, 6] and first.env == second.env == 3
+    assert first.rewards == [0, 0, 1] and second.rewards == [0, 0, 2] and second.background.ravel().tolist() == [3] * 3
+    assert early.tolist() == [0, 0.1, 0.2] and late.tolist() == [0.3, 0.4, 0.5]
+    assert not list(trajectories.cut(episode, np.zeros(7), 8))
+
+
 # COST ################################################################################################################
 def slow_costs(judged, rewards, k, tolerance, num_samples, q):
     """The cost of every step pair by pair; judged(i, j): can state j be reached from state i in k - 1 steps?"""
@@ -74,7 +84,7 @@ def record(script, seed, observe=False, steps=60, k=3):
     """Episodes of random actions, and (place, direction) of every frame kept beside them."""
     envs = script.GridWorlds("MiniGrid-FourRooms-7x7-v0", 3, 25)
     oracle = script.Oracle(envs.worlds, k - 1) if observe else None
-    recorder = Recorder(envs, *trajectories.VIEWS["GridWorlds"], oracle and oracle.observe)
+    recorder = Recorder(envs, *trajectories.VIEWS["GridWorlds"][:2], oracle and oracle.observe)
     rng = np.random.default_rng(seed)
     obs, _ = recorder.reset(seed=seed)
     seen = [(obs, np.zeros(3), np.ones(3, bool), envs.positions())]
@@ -248,10 +258,45 @@ def test_bad_files_end_in_one_line(script, capsys, tmp_path, monkeypatch):
     path = checkpoint_of(script, tmp_path / "agent.pt")
     (tmp_path / "taken").write_text("")
     assert "--out" in refused(checkpoint=path, episodes=4, out=str(tmp_path / "taken"))
-    monkeypatch.setattr(trajectories, "VIEWS", {"Elsewhere": None})
-    assert "plays GridWorlds, accepted: Elsewhere" in refused(checkpoint=path, out=str(tmp_path / "unmade"))
     content = torch.load(path, weights_only=True)
     content["rnet"].popitem()
     torch.save(content, path)
     assert "does not fit today's" in refused(checkpoint=path, out=str(tmp_path / "unmade"))
+    monkeypatch.setattr(trajectories, "VIEWS", {"Elsewhere": None})
+    assert "plays GridWorlds, accepted: Elsewhere" in refused(checkpoint=path, out=str(tmp_path / "unmade"))
     assert not (tmp_path / "unmade").exists()
+
+
+# MONTEZUMA'S REVENGE #################################################################################################
+def test_positions_on_the_screen():
+    """What moves on the screen while the RAM's position changes is the figure that we would draw over."""
+    atari = trajectories.load_script("ppo_sprl_atari.py", "")
+    envs = atari.make_envs(atari.Args(num_envs=1))
+    before, _ = envs.reset(seed=3)
+    rng, misses = np.random.default_rng(0), []
+    place = envs.positions()
+    for step in range(150):
+        after, *_ = envs.step(rng.integers(0, 18, 1))
+        rows, columns = np.nonzero(abs(after[0, ..., 0].astype(int) - before[0, ..., 0]) > 30)
+        x, y = trajectories.screen_positions(envs)[0]
+        near = (abs(columns - x) < 8) & (abs(rows - y) < 12)  # a skull moves too
+        if step > 3 and (envs.positions() != place).any() and near.sum() > 3:
+            misses.append((columns[near].mean() - x, rows[near].mean() - y))
+        before, place = after.copy(), envs.positions()
+    assert len(misses) > 40 and (abs(np.median(misses, 0)) < 1.5).all()
+
+
+def test_montezuma_is_cut_into_pieces(tmp_path, capsys):
+    atari = trajectories.load_script("ppo_sprl_atari.py", "")
+    settings = {"rnet_width": 2, "rnet_input": "embedding-difference", "max_episode_steps": 130}
+    path = checkpoint_of(atari, tmp_path / "agent.pt", "ppo_sprl_atari.py", **settings)
+    trajectories.main(Args(path, episodes=4, out=str(tmp_path / "out")))
+    rows = list(csv.DictReader(open(tmp_path / "out" / "trajectories.csv")))
+    assert len(rows) == 8 and {row["steps"] for row in rows} == {"60"}  # twice 60 steps of every 130
+    assert (
+        tmp_path / "out" / "trajectories.png"
+    ).stat().st_size > 20_000 and "lowest quarter" in capsys.readouterr().out
+    path = checkpoint_of(atari, tmp_path / "plain.pt", "ppo_sprl_atari.py", with_rnet=False, **settings)
+    with pytest.raises(SystemExit) as stop:
+        trajectories.main(Args(path, episodes=4, out=str(tmp_path / "out")))
+    assert stop.value.code == 2 and "has no RNet to tell the cost" in capsys.readouterr().err
