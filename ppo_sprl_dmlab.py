@@ -175,7 +175,7 @@ RANGES = {  # what check_args accepts: (lowest, highest)
 
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
-    sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
 
 
 def parse_args(default):
