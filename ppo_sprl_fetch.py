@@ -954,5 +954,7 @@ if __name__ == "__main__":
         + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
         * kept
     )
+    if getattr(envs, "died", None):  # a process of DeepMind Lab
+        sys.exit(f"{envs.died}, see above")
     if not saved:
         sys.exit(1)
