@@ -564,7 +564,7 @@ def load_lab():
     except ModuleNotFoundError as error:
         if error.name != "ppo_sprl_dmlab":
             raise
-        fail("DeepMind Lab's worlds need ppo_sprl_dmlab.py beside this file")
+        fail("DeepMind Lab needs ppo_sprl_dmlab.py beside this file")
     return ppo_sprl_dmlab
 
 

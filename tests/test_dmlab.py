@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import fake_envs, load, random_ages
 
-DMLAB = "ppo_sprl_dmlab.py"
+DMLAB, ECO, ICM, GT_GRID = "ppo_sprl_dmlab.py", "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
 SMALL, LARGE, MANY = "explore_goal_locations_small", "explore_goal_locations_large", "explore_object_rewards_many"
 FORWARD, BACKWARD, LEFT, RIGHT, LOOK_LEFT, LOOK_RIGHT, FORWARD_LEFT, FORWARD_RIGHT, FIRE = range(9)
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -771,12 +771,13 @@ def test_choice_of_the_engine(dmlab, engine, monkeypatch, capsys):
 
 # RUNS ################################################################################################################
 BATCH = 2 * 16
-FLAGS = (
-    "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --run-name small --cost-scale 0.1 --k 2 "
-    f"--num-tolerance-samples 3 --ring-size 100 --negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} "
-    f"--rnet-width 4 --heldout-pairs 16 --rnet-intervals {BATCH} {BATCH} {BATCH} --rnet-batch-size 8 --rnet-triplets 16"
+PPO = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --run-name small"
+RNET = (
+    f"--k 2 --ring-size 100 --negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} --rnet-width 4 "
+    f"--heldout-pairs 16 --rnet-intervals {BATCH} {BATCH} {BATCH} --rnet-batch-size 8 --rnet-triplets 16"
 )
-RUNS = {DMLAB: FLAGS}  # of every method on DeepMind Lab
+FLAGS = f"{PPO} {RNET} --cost-scale 0.1 --num-tolerance-samples 3"
+RUNS = {DMLAB: FLAGS, ECO: f"{PPO} {RNET} --memory-size 3", ICM: PPO, GT_GRID: PPO}
 SHORT = {"SETUP": f"TASKS['{MANY}'] = (13, *TASKS['{MANY}'][1:])"}  # episodes of 13 steps
 
 
