@@ -1,4 +1,4 @@
-"""The baselines on Fetch, Atari and in mazes: settings by domain, bonuses against slow readings, runs that are resumed."""
+"""The baselines on Fetch, Atari and in mazes: settings by domain, bonuses against slow readings, and resumed runs."""
 
 import math
 import re
