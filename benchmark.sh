@@ -10,13 +10,15 @@
 # --workers W      runs at a time (default: the number of cores)
 # --steps N        environment steps of every run (default: the block's)
 # --only A,B       only the methods and environments named; an environment's name may be shortened
+# --engine E       of dmlab: deepmind_lab, its stand-in labmaze, or auto, deepmind_lab if it imports (default)
 # --python PATH    the interpreter (default: .venv/bin/python if there is one, else python3)
 # --track          mirror the charts to Weights & Biases
 # --dry-run        print the commands, run nothing
 # --slurm          submit one array job, a task per run; --sbatch "FLAGS" are handed to sbatch
 #
 # Started again, it skips what is finished and resumes what was killed; two at a time do not start a run twice.
-# Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, figures to results/BLOCK.
+# Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, figures to results/BLOCK;
+# there dmlab is called dmlab-ENGINE, for scores of the stand-in are not DeepMind Lab's.
 # shellcheck disable=SC2317 # the blocks are called by name
 set -uo pipefail
 here=$PWD
@@ -27,6 +29,7 @@ cd "$(dirname "$0")" || exit 2
 names=() blocks=() labels=() envs=() sizes=() commands=()
 runs() { # seeds steps label environment script [flags]: one run per seed
   local seed label=$3 env=$4 size=${steps:-$2} block=${FUNCNAME[1]#block:}
+  [[ $block == dmlab ]] && block+=-$engine
   for seed in $(seq 1 "${seeds:-$1}"); do # the block is in the name, for blocks share methods but not their steps
     names+=("${block}__${env}__${label}__s$seed") blocks+=("$block") labels+=("$label") envs+=("$env") sizes+=("$size")
     commands+=("$5 --env-id $env --seed $seed --total-timesteps $size ${*:6} --run-name ${names[-1]}${track:+ $track}")
@@ -54,6 +57,22 @@ block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embeddin
     runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 --forward-loss-weight 1 --icm-loss-scale 1
   done
   runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 --cell-size 16
+}
+block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
+  local env flags='--learning-rate 0.00025'
+  [[ $engine == auto ]] && engine=labmaze && "$python" -c 'import deepmind_lab' > /dev/null 2>&1 && engine=deepmind_lab
+  for env in explore_{goal_locations_{small,large},object_rewards_many}; do
+    runs 4 20000000 ppo "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0 --learning-rate 0.00019 \
+      --ent-coef 0.0011 --max-grad-norm 0.5
+    runs 4 20000000 sprl "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0.06 --cost-bias 0.5 --k 10 \
+      --num-tolerance-samples 200 --learning-rate 0.0003 --ent-coef 0.004 --max-grad-norm 10
+    runs 4 20000000 eco "$env" ppo_eco.py --engine "$engine" --bonus-scale 0.03 --bonus-bias 0.5 --k 5 "$flags" \
+      --ent-coef 0.0021
+    runs 4 20000000 icm "$env" ppo_icm.py --engine "$engine" --bonus-scale 0.55 --bonus-clip 1 \
+      --forward-loss-weight 0.96 --icm-loss-scale 64 "$flags" --ent-coef 0.0042
+    runs 4 20000000 gt-grid "$env" ppo_gtgrid.py --engine "$engine" --bonus-scale 0.0525 --cell-size 30 "$flags" \
+      --ent-coef 0.0066
+  done
 }
 block:fetch() {
   local env
@@ -110,6 +129,7 @@ accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all # all
 # OPTIONS #############################################################################################################
 die() { echo "benchmark.sh: error: $1" >&2; exit 2; }
 block='' seeds='' workers=$(nproc) steps='' only='' track='' dry='' slurm='' sbatch='' task='' python=python3
+engine=auto
 [[ -x .venv/bin/python ]] && python=.venv/bin/python
 while (($#)); do
   case $1 in
@@ -120,6 +140,9 @@ while (($#)); do
     --only|--python|--sbatch) [[ -n ${2-} ]] || die "$1 needs a value"
       [[ $1 == --python && $2 == [!/]*/* ]] && set -- "$1" "$here/$2" "${@:3}" # named from where the user is
       declare "${1#--}=$2"; shift ;;
+    --engine) engine=${2-}
+      [[ $engine =~ ^(auto|deepmind_lab|labmaze)$ ]] || die "--engine '$engine', accepted: auto deepmind_lab labmaze"
+      shift ;;
     --track) track=--track ;;
     --dry-run) dry=1 ;;
     --slurm) slurm=1 ;;
@@ -200,7 +223,8 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   mkdir -p runs
   read -ra flags <<< "$sbatch"
   tasks=$(for i in "${todo[@]}"; do [[ ${state[$i]} == finished ]] || echo $((i + 1)); done | paste -sd,)
-  again="$block${seeds:+ --seeds $seeds}${steps:+ --steps $steps}${track:+ $track} --python $(printf %q "$python")"
+  again="$block --engine $engine${seeds:+ --seeds $seeds}${steps:+ --steps $steps}${track:+ $track}"
+  again+=" --python $(printf %q "$python")"
   # a task's number counts all runs of the block, whatever --only leaves. B: the signal goes to train, not to python.
   # exec: a shell before benchmark.sh would die of scancel and take python along before it has saved
   sbatch --job-name="sprl-$block" --array="$tasks" --requeue --open-mode=append --signal=B:USR1@120 --chdir="$PWD" \

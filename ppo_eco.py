@@ -6,7 +6,8 @@ Paper: "Episodic Curiosity through Reachability", Savinov et al., ICLR 2019; a b
     python ppo_eco.py --env-id MiniGrid-KeyDoors-7x7-v0 --bonus-scale 0.01
 
 Differences from the paper: those of ppo_sprl_minigrid.py, beside which this file is meant to be read; the RNet and its
-training are the same there and here.
+training are the same there and here. On DeepMind Lab the worlds are those of
+ppo_sprl_dmlab.py, which must then lie beside this file.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Literal
 
 import envpool
@@ -80,7 +82,13 @@ class Args:
 
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"
-    """MiniGrid-FourRooms-7x7-v0 or any id that ppo_sprl_minigrid.py, ppo_sprl_atari.py or ppo_sprl_fetch.py runs"""
+    """MiniGrid-FourRooms-7x7-v0 or any id that a script ppo_sprl_*.py runs"""
+    engine: Literal["auto", "deepmind_lab", "labmaze"] = "auto"
+    """DeepMind Lab or the embedded stand-in, whose scores are not comparable; auto: deepmind_lab if it imports"""
+    renderer: Literal["software", "hardware"] = "software"
+    """how deepmind_lab draws: on the CPU or on a GPU"""
+    level_cache: str | None = None
+    """folder where deepmind_lab's compiled maps are kept: a maze seen before begins in 0.6 s, not in 7 to 15 s"""
     total_timesteps: int = 500_000
     """total environment steps of the experiment"""
     learning_rate: float = 0.003
@@ -114,7 +122,7 @@ class Args:
     max_grad_norm: float = 0.5
     """largest norm of the policy's gradient"""
     max_episode_steps: int = 100
-    """time limit of an episode; reaching it is a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000)"""
+    """time limit of an episode, a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000; DMLab's is its own)"""
     encoding: Literal["onehot", "raw"] = "onehot"
     """network input: one-hot cell codes, or the paper's plain numbers divided by 10"""
     stack_observations: int = 0
@@ -177,18 +185,23 @@ DOMAINS = {  # the paper's settings where a domain's differ from the defaults ab
         bonus_bias=1.0, k=10, ring_size=30_000, negative_bias=12, rnet_intervals=(6_000, 150_000, 150_000),
         heldout_pairs=7_500,
     ),
+    "dmlab": dict(
+        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0021, bonus_scale=0.03, k=5, rnet_triplets=15_000,
+        rnet_learning_rate=3e-4,
+    ),
 }  # fmt: skip
 
 
 def find_domain(env_id):
     """The domain that an id belongs to, by its looks; whether there is such a world is seen when it is made."""
-    looks = {"minigrid": ("MiniGrid-", "BabyAI-"), "fetch": ("Fetch",)}
+    looks = {"minigrid": ("MiniGrid-", "BabyAI-"), "fetch": ("Fetch",), "dmlab": ("explore_",)}
     for domain, prefixes in looks.items():
         if env_id.startswith(prefixes):
             return domain
     if env_id.endswith("-v5"):
         return "atari"
-    fail(f"--env-id {env_id} is unknown, accepted: ids like {Args.env_id}, MontezumaRevenge-v5, FetchReach-v4")
+    others = "MontezumaRevenge-v5, FetchReach-v4, explore_goal_locations_small"
+    fail(f"--env-id {env_id} is unknown, accepted: ids like {Args.env_id}, {others}")
 
 
 def domain_defaults(argv):
@@ -213,7 +226,7 @@ RANGES = {  # what check_args accepts: (lowest, highest)
 
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
-    sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
 
 
 def parse_args(default):
@@ -545,10 +558,23 @@ class FetchRobots(gym.vector.VectorEnv):
         pass
 
 
+def load_lab():
+    """ppo_sprl_dmlab.py, from where DeepMind Lab's worlds come."""
+    try:
+        import ppo_sprl_dmlab
+    except ModuleNotFoundError as error:
+        if error.name != "ppo_sprl_dmlab":
+            raise
+        fail("DeepMind Lab needs ppo_sprl_dmlab.py beside this file")
+    return ppo_sprl_dmlab
+
+
 def make_envs(args):
     domain = find_domain(args.env_id)
     if domain == "minigrid":
         return GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+    if domain == "dmlab":
+        return load_lab().make_envs(args)
     if domain == "atari":
         return AtariGames(args.env_id, args.num_envs, args.max_episode_steps)
     return FetchRobots(
@@ -666,10 +692,11 @@ class GaussianAgent(nn.Module):
 
 def make_agent(envs, args):
     obs_shape, num_frames = envs.single_observation_space.shape, 1 + args.stack_observations
-    if isinstance(envs, FetchRobots):
+    domain = find_domain(args.env_id)
+    if domain == "fetch":
         trunk = StateMLP(obs_shape, num_frames)
         return GaussianAgent(trunk, trunk.out_features, envs.single_action_space.shape[0])
-    if isinstance(envs, AtariGames):
+    if domain in ("atari", "dmlab"):
         network, out_features = NatureCNN(obs_shape, num_frames), 512
     else:
         trunk = GridCNN(obs_shape, args.encoding, num_frames)
@@ -827,9 +854,10 @@ class ImageRNet(nn.Module):
 
 
 def make_rnet(envs, args):
-    if isinstance(envs, FetchRobots):
+    domain = find_domain(args.env_id)
+    if domain == "fetch":
         return StateRNet(envs, args)
-    if isinstance(envs, AtariGames):
+    if domain in ("atari", "dmlab"):
         return ImageRNet(envs, args, (2, 2, 2, 2), 4, args.stack_observations)  # ECO's own, a ResNet-18 and four layers
     return GridRNet(envs, args)
 
@@ -1083,6 +1111,11 @@ if __name__ == "__main__":
             flag, old, new = f"--{name.replace('_', '-')}", checkpoint["args"][name], getattr(args, name)
             if old != new:
                 fail(f"--resume {args.resume} was trained with {flag} {old}, not {new}")
+    engine = ""  # of DeepMind Lab
+    if find_domain(args.env_id) == "dmlab":
+        args.engine = engine = load_lab().choose_engine(args.engine)
+        if checkpoint and engine != checkpoint["args"]["engine"]:
+            fail(f"--resume {args.resume} was trained on {checkpoint['args']['engine']}, not on {engine}")
     check_args(args)
     check_ring(args)
     batch_size = args.num_envs * args.num_steps
@@ -1119,6 +1152,7 @@ if __name__ == "__main__":
         memory = EpisodicMemory(args.num_envs, args.memory_size, (rnet.m + 1, *obs_shape), obs_dtype, device)
         learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer, "schedule": schedule, "memory": memory}
         learned |= {"ring": ring} if args.save_ring else {}
+    method += f" ({engine})" if engine else ""  # in all that is printed and drawn
     method_charts = {"bonus": "eco/bonus", "rnet_accuracy": "rnet/heldout_accuracy"}
 
     # rows before `past` hold what the frame stack still needs of earlier rollouts
@@ -1179,7 +1213,9 @@ if __name__ == "__main__":
     elif observe:
         states[past] = observe()
 
-    run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
+    world = f"{args.env_id}__{engine}" if engine else args.env_id
+    run_name = args.run_name or f"{world}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = os.path.join("runs", run_name if engine in run_name else f"{run_name}-{engine}")
     run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
     if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
         fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
@@ -1193,6 +1229,7 @@ if __name__ == "__main__":
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
         "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
         "gymnasium": gym.__version__, "minigrid": minigrid.__version__, "envpool": envpool.__version__,
+        "labmaze": version("labmaze"),
     }  # fmt: skip
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
     table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())
@@ -1436,5 +1473,7 @@ if __name__ == "__main__":
         + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
         * kept
     )
+    if getattr(envs, "died", None):  # a process of DeepMind Lab
+        sys.exit(f"{envs.died}, see above")
     if not saved:
         sys.exit(1)

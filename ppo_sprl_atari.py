@@ -105,7 +105,7 @@ class Args:
     max_grad_norm: float = 0.5
     """largest norm of the policy's gradient"""
     max_episode_steps: int = 10_000
-    """time limit of an episode; reaching it is a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000)"""
+    """time limit of an episode, a truncation (paper: MiniGrid 100, Fetch 50, Atari 10,000; DMLab's is its own)"""
     stack_observations: int = 3
     """m: the policy sees the last m observations besides the current one (paper: 0 is best; Atari 3)"""
 
@@ -168,7 +168,7 @@ RANGES = {  # what check_args accepts: (lowest, highest)
 
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
-    sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
 
 
 def parse_args(default):
@@ -1002,5 +1002,7 @@ if __name__ == "__main__":
         + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
         * kept
     )
+    if getattr(envs, "died", None):  # a process of DeepMind Lab
+        sys.exit(f"{envs.died}, see above")
     if not saved:
         sys.exit(1)

@@ -176,7 +176,7 @@ RANGES = {  # what check_args accepts: (lowest, highest)
 
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
-    sys.exit(print(f"{os.path.basename(__file__)}: error: {message}", file=sys.stderr) or 2)
+    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
 
 
 def parse_args(default):
@@ -304,7 +304,7 @@ class LevelCache:
     """Keeps compiled maps in a folder that all environments and runs may share."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder = os.path.abspath(folder)
         os.makedirs(folder, exist_ok=True)
 
     def fetch(self, key, pk3_path):
@@ -332,7 +332,7 @@ def lab_worker(pipe, others, env_id, renderer, level_cache):
         rng, running, action = np.random.default_rng(pipe.recv()), False, 0
         lab = importlib.import_module("deepmind_lab").Lab(
             f"contributed/dmlab30/{env_id}", ["RGB_INTERLEAVED", "DEBUG.POS.TRANS"], {"width": "84", "height": "84"},
-            renderer=renderer, level_cache=LevelCache(level_cache) if level_cache else None,
+            renderer=renderer, level_cache=level_cache,
         )  # fmt: skip
         while action is not None:
             reward = 0.0
@@ -355,17 +355,20 @@ def lab_worker(pipe, others, env_id, renderer, level_cache):
 class DeepMindLab(LabWorlds):
     """The real engine, one process per environment. Fresh environments repeat a seed's episodes bit by bit, and those
     that were reset before do not: so a second reset() starts new processes. If one dies in a step, its traceback is
-    printed and SIGTERM raised, on which a training saves what it learned and ends."""
+    printed, `died` set and SIGTERM raised, on which a training saves what it learned and ends with exit code 1."""
 
     def __init__(self, env_id, num_envs, renderer, level_cache):
         super().__init__(env_id, num_envs)
-        self.settings = env_id, renderer, level_cache and os.path.abspath(level_cache)
+        try:
+            self.settings = env_id, renderer, LevelCache(level_cache) if level_cache else None
+        except OSError as error:
+            fail(f"--level-cache {level_cache} cannot be made, accepted: a folder that can ({error!r:.100})")
         self.frames = np.zeros((num_envs, 84, 84, 3), np.uint8)
         self._start()
 
     def _start(self):
         """Forks: best done early, before torch has threads or a GPU. The engine is Linux's alone, so there is fork."""
-        self.pipes, self.processes, self.fresh = [], [], True
+        self.pipes, self.processes, self.fresh, self.died = [], [], True, None
         context = multiprocessing.get_context("fork")
         for _ in range(self.num_envs):
             pipe, end = context.Pipe()
@@ -387,7 +390,7 @@ class DeepMindLab(LabWorlds):
 
     def _exchange(self, messages):
         """Rewards and ends (N,) that these led to, or None if a process died; frames and places are kept."""
-        rewards, ends, died = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool), False
+        rewards, ends = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, bool)
         for pipe, message in zip(self.pipes, messages):
             with contextlib.suppress(OSError):  # a dead one is noticed below
                 pipe.send(message)
@@ -398,12 +401,12 @@ class DeepMindLab(LabWorlds):
                 self.processes[n].join(5)
                 answer = f"no traceback, exit code {self.processes[n].exitcode}"
             if isinstance(answer, str):
-                died = True
-                print(f"environment {n} of deepmind_lab died: {answer}", file=sys.stderr)
+                self.died = f"environment {n} of deepmind_lab died"
+                print(f"{self.died}: {answer}", file=sys.stderr)
             else:
                 self.frames[n], position, rewards[n], ends[n] = answer
                 self.places[n] = position[:2]
-        return None if died else (rewards, ends)
+        return None if self.died else (rewards, ends)
 
     def step(self, actions):
         answer = self._exchange(actions.tolist())
@@ -1437,5 +1440,7 @@ if __name__ == "__main__":
         + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
         * kept
     )
+    if getattr(envs, "died", None):  # a process of DeepMind Lab
+        sys.exit(f"{envs.died}, see above")
     if not saved:
         sys.exit(1)

@@ -93,7 +93,10 @@ def export(args):
         checkpoint = load_checkpoint(source, {"script": str, "args": dict, "history": list, "versions": dict})
         try:
             label = args.label or method_label(checkpoint["script"], checkpoint["args"])
-            name = f"{checkpoint['args']['env_id']}__{label}__s{checkpoint['args']['seed']}.csv"
+            env_id, engine = checkpoint["args"]["env_id"], checkpoint["args"].get("engine", "")
+            if env_id.startswith("explore_"):  # scores of DeepMind Lab's stand-in are never taken for its own
+                env_id = f"{env_id}-{engine}"
+            name = f"{env_id}__{label}__s{checkpoint['args']['seed']}.csv"
             path = os.path.join(args.out, re.sub(r"[^\w.-]", "-", name))  # ids like ALE/Pong-v5 have a slash
             if path in written:
                 fail(f"{source} and {written[path]} would both become {path}; export them with different --label")

@@ -2,6 +2,8 @@
 
     python tests/bench_speed.py                        # all methods on FourRooms-7x7, about ten minutes on two cores
     python tests/bench_speed.py --repetitions 1 --json speed.json
+    python tests/bench_speed.py --domain dmlab         # PPO and SPRL on DeepMind Lab's stand-in; also atari, fetch
+    python tests/bench_speed.py --pixel-cost           # Atari's cost per state against N, by images and by embeddings
     python tests/bench_speed.py --scaling results/speed   # steps/s against k, N, environments, grid: figure and CSV
 
 Every measurement is a process of its own that runs a script as it stands, with a clock at each section marker of its
@@ -23,6 +25,7 @@ import types
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -37,16 +40,39 @@ METHODS = {
     "gt-grid": "ppo_gtgrid.py",
     "cleanrl": "cleanrl",
 }
+DOMAINS = {  # the world, and a command line per method
+    "minigrid": ("MiniGrid-FourRooms-7x7-v0", METHODS),
+    "dmlab": (
+        "explore_goal_locations_small",
+        {
+            "ppo": "ppo_sprl_dmlab.py --engine labmaze --cost-scale 0",
+            "sprl": f"ppo_sprl_dmlab.py --engine labmaze --rnet-width 16 {READY}",
+        },
+    ),
+    "atari": (
+        "MontezumaRevenge-v5",
+        {
+            "ppo": "ppo_sprl_atari.py --cost-scale 0",
+            "sprl": f"ppo_sprl_atari.py --rnet-width 16 --rnet-input embedding-difference {READY}",
+        },
+    ),
+    "fetch": (
+        "FetchReach-v4",
+        {"ppo": "ppo_sprl_fetch.py --cost-scale 0", "sprl": f"ppo_sprl_fetch.py {READY}"},
+    ),
+}
 PARTS = ("environment", "policy forward", "intrinsic reward", "advantage", "policy update", "rnet update", "rest")
 SECTIONS = {"INTRINSIC REWARD": PARTS[2], "ADVANTAGE": PARTS[3], "UPDATE POLICY": PARTS[4], "UPDATE RNET": PARTS[5]}
 
 
 @dataclass
 class Args:
-    methods: tuple[str, ...] = tuple(METHODS)
-    """which of ppo, sprl, gt-sprl, eco, icm, gt-grid and cleanrl (the reference arrangement) to measure"""
-    env_id: str = "MiniGrid-FourRooms-7x7-v0"
-    """the world"""
+    domain: Literal["minigrid", "dmlab", "atari", "fetch"] = "minigrid"
+    """where; dmlab is its stand-in"""
+    methods: tuple[str, ...] = ()
+    """ppo, sprl; on minigrid also gt-sprl, eco, icm, gt-grid and cleanrl, the reference arrangement (default: all)"""
+    env_id: str | None = None
+    """the world (default: FourRooms-7x7, explore_goal_locations_small, MontezumaRevenge-v5, FetchReach-v4)"""
     iterations: int = 8
     """iterations that are measured"""
     burn_in: int = 2
@@ -57,6 +83,8 @@ class Args:
     """torch's threads"""
     json: str | None = None
     """also write the numbers to this file"""
+    pixel_cost: bool = False
+    """instead, measure what the k-SP cost of a state takes on Atari, by images as in the paper and by embeddings"""
     scaling: str | None = None
     """instead, measure PPO and SPRL against k, N, environments and grid size, into this folder"""
     child: str | None = None
@@ -208,7 +236,7 @@ def update_gflop(namespace):
 
     agent, args, obs = namespace["agent"], namespace["args"], namespace["obs"]
     rows = namespace["batch_size"] // args.num_minibatches
-    batch = obs[-1:, :1].expand(rows, -1, *obs.shape[2:]).expand(-1, 1 + args.stack_observations, -1, -1, -1)
+    batch = obs[-1:, :1].expand(rows, 1 + args.stack_observations, *obs.shape[2:])
     with FlopCounterMode(display=False) as counter:
         _, _, entropy, value = agent.get_action_and_value(batch)
         (entropy.mean() + value.mean()).backward()
@@ -223,13 +251,16 @@ def child(args):
         result = {"sps": run_cleanrl(args.env_id, args.iterations), "parts": {}}
     else:
         command = args.child if "--env-id" in args.child else f"{args.child} --env-id {args.env_id}"
-        namespace_args = re.search(r"--num-envs (\d+)", command), re.search(r"--num-steps (\d+)", command)
-        envs, length = (int(match[1]) if match else default for match, default in zip(namespace_args, (12, 256)))
+        source = (ROOT / command.split()[0]).read_text()
+        batch_size = 1
+        for name in ("num_envs", "num_steps"):  # as the command says, else as the script does
+            given = re.search(rf"--{name.replace('_', '-')} (\d+)", command)
+            batch_size *= int((given or re.search(rf"{name}: int = (\d+)", source))[1])
         iterations = args.burn_in + args.iterations + 1  # one more, whose start ends the last that is measured
-        command += f" --total-timesteps {iterations * envs * length}"
+        command += f" --total-timesteps {iterations * batch_size}"
         parts, sps, namespace = run_script(command, args.iterations, args.burn_in)
         gflops = update_gflop(namespace) * args.iterations / parts["policy update"]
-        result = {"sps": sps, "parts": parts, "gflops": gflops, "steps": args.iterations * envs * length}
+        result = {"sps": sps, "parts": parts, "gflops": gflops, "steps": args.iterations * batch_size}
     result["machine_gflops"] = machine_gflops()
     result["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(result))
@@ -249,7 +280,7 @@ def compare(args):
     results = defaultdict(list)
     for repetition in range(args.repetitions):
         for method in args.methods:
-            results[method].append(measure(METHODS[method], args))
+            results[method].append(measure(DOMAINS[args.domain][1][method], args))
             print(f"repetition {repetition + 1}, {method}: {results[method][-1]['sps']:.0f} steps/s", file=sys.stderr)
     median = {method: statistics.median(run["sps"] for run in runs) for method, runs in results.items()}
     base = median.get("ppo", next(iter(median.values())))
@@ -266,6 +297,41 @@ def compare(args):
         matmul = statistics.median(run["machine_gflops"] for run in runs)
         gflops = statistics.median(run["gflops"] for run in runs) if "gflops" in runs[0] else None
         print(row + f" | {peak:.0f} | " + (f"{gflops:.0f} ({matmul:.0f})" if gflops else f"({matmul:.0f})") + " |")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+def pixel_cost(args):
+    """ms that the cost of a new state takes: embedding it and comparing it with N older ones. An RNet on differences of
+    images has nothing to embed, every pair is a pass of the network."""
+    import gymnasium as gym
+    import numpy as np
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    import ppo_sprl_atari as script
+
+    torch.set_num_threads(args.threads)
+    envs = types.SimpleNamespace(single_observation_space=gym.spaces.Box(0, 255, (84, 84, 1), np.uint8))
+    results = defaultdict(dict)
+    print(f"ms per state, width 16, {args.threads} threads, medians of {args.repetitions} repetitions\n")
+    print("| N | pixel-difference | embedding-difference |\n|---|---|---|")
+    for n in (1, 10, 50, 200):
+        for rnet_input, states in (("pixel-difference", max(1, 200 // n)), ("embedding-difference", 256)):
+            settings = script.Args(rnet_input=rnet_input, rnet_width=16)
+            rnet, window = script.make_rnet(envs, settings).eval(), settings.k + n * settings.tolerance
+            frames = torch.randint(256, (window + states, 1, 84, 84, 1), dtype=torch.uint8)
+            depths, ages = torch.full(frames.shape[:2], window), np.full((states, 1), window)
+            rows, times = torch.arange(len(frames)), []
+            with torch.inference_mode():
+                old = script.embed_frames(rnet.embed, frames, depths, rows[:window], rnet.m)
+                for _ in range(1 + args.repetitions):
+                    begin = time.perf_counter()
+                    new = script.embed_frames(rnet.embed, frames, depths, rows[window:], rnet.m)
+                    script.ksp_cost(rnet, torch.cat([old, new]), ages, settings.k, settings.tolerance, n, 90.0)
+                    times.append(1000 * (time.perf_counter() - begin) / states)
+            results[n][rnet_input] = statistics.median(times[1:])  # the first is for warming up
+        print(f"| {n} | {results[n]['pixel-difference']:.2f} | {results[n]['embedding-difference']:.2f} |", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
 
@@ -337,8 +403,11 @@ def scaling(args):
 
 if __name__ == "__main__":
     args = tyro.cli(Args)
-    unknown = set(args.methods) - set(METHODS)
+    world, known = DOMAINS[args.domain]
+    args.env_id, args.methods = args.env_id or world, args.methods or tuple(known)
+    unknown = set(args.methods) - set(known)
     if unknown:
-        print(f"bench_speed.py: error: --methods {sorted(unknown)}, accepted: {', '.join(METHODS)}", file=sys.stderr)
+        print(f"bench_speed.py: error: --methods {sorted(unknown)}, accepted: {', '.join(known)}", file=sys.stderr)
         sys.exit(2)
-    child(args) if args.child else scaling(args) if args.scaling else compare(args)
+    task = child if args.child else scaling if args.scaling else pixel_cost if args.pixel_cost else compare
+    task(args)

@@ -25,6 +25,7 @@ from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_*.py"))
 CANONICAL = "ppo_sprl_minigrid.py"
+sys.path.append(str(ROOT))  # as if the scripts were run from where they are: one imports another
 FOUR_ROOMS, KEY_DOORS, MAX_STEPS = "MiniGrid-FourRooms-7x7-v0", "MiniGrid-KeyDoors-7x7-v0", 100
 HANDLING = {Actions.pickup, Actions.drop, Actions.toggle}
 

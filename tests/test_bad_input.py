@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from conftest import SCRIPTS, steps
 
 SMALL = "--num-envs 2 --num-steps 8 --num-minibatches 2"
 MINIGRID, ATARI, FETCH = "ppo_sprl_minigrid.py", "ppo_sprl_atari.py", "ppo_sprl_fetch.py"
-ECO, ICM, GTGRID = "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
-SPRL, LEARNS = (MINIGRID, ATARI, FETCH), (MINIGRID, ATARI, FETCH, ECO)
-ALL = (*SPRL, ECO, ICM, GTGRID)
+DMLAB, ECO, ICM, GTGRID = "ppo_sprl_dmlab.py", "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
+SPRL, LEARNS = (MINIGRID, ATARI, FETCH, DMLAB), (MINIGRID, ATARI, FETCH, DMLAB, ECO)
+ALL, LAB = (*SPRL, ECO, ICM, GTGRID), (DMLAB, ECO, ICM, GTGRID)
+MAZE, MAZES = "explore_goal_locations_small", ("explore_goal_locations_large", "explore_object_rewards_many")
 
 # scripts, flags, what the line must name
 TABLE = [
@@ -27,6 +30,9 @@ TABLE = [
     ((MINIGRID,), "--rnet psychic", ("--rnet", "psychic", "learned", "oracle")),
     ((ATARI,), "--rnet-input sound", ("--rnet-input", "sound", "pixel-difference")),
     (LEARNS, "--rnet-intervals 1 2", ("--rnet-intervals", "3 values")),
+    (LAB, f"--env-id {MAZE} --engine doom", ("--engine", "doom", "auto", "deepmind_lab", "labmaze")),
+    (LAB, f"--env-id {MAZE} --renderer vulkan", ("--renderer", "vulkan", "software", "hardware")),
+    (LAB, f"--env-id {MAZE} --level-cache", ("--level-cache",)),
     # ranges
     (ALL, "--seed -1", ("--seed", "-1", "0 to inf")),
     (ALL, "--total-timesteps 0", ("--total-timesteps", "0", "1 to inf")),
@@ -39,7 +45,7 @@ TABLE = [
     (ALL, "--max-grad-norm -1", ("--max-grad-norm", "-1")),
     (ALL, "--clip-coef -0.1", ("--clip-coef", "-0.1")),
     (ALL, "--stack-observations -1", ("--stack-observations", "-1")),
-    (ALL, "--max-episode-steps 0", ("--max-episode-steps", "0")),
+    ((MINIGRID, ATARI, FETCH, GTGRID), "--max-episode-steps 0", ("--max-episode-steps", "0")),
     (ALL, "--checkpoint-interval -1", ("--checkpoint-interval", "-1")),
     (SPRL, "--cost-scale -0.02", ("--cost-scale", "-0.02")),
     (SPRL, "--cost-percentile 101", ("--cost-percentile", "101", "0 to 100")),
@@ -59,7 +65,7 @@ TABLE = [
     ((GTGRID,), "--cell-size 0", ("--cell-size", "0")),
     ((FETCH, ECO, ICM), "--n-substeps 0", ("--n-substeps", "0")),
     ((FETCH, ECO, ICM), "--action-noise -1", ("--action-noise", "-1")),
-    ((ATARI, ECO), "--rnet-width 0", ("--rnet-width", "0")),
+    ((ATARI, DMLAB, ECO), "--rnet-width 0", ("--rnet-width", "0")),
     # combinations
     (ALL, "--num-envs 5 --num-steps 7 --num-minibatches 4", ("--num-minibatches", "4", "35")),
     (SPRL, "--ring-size 30", ("--ring-size", "30", "or more")),
@@ -73,6 +79,9 @@ TABLE = [
     ((ECO, ICM), "--env-id FetchPull-v4", ("--env-id", "FetchPull-v4", "FetchPush-v4")),
     ((GTGRID,), "--env-id Freeway-v5", ("--env-id", "Freeway-v5", "MontezumaRevenge-v5")),
     ((GTGRID,), "--env-id FetchReach-v4", ("--env-id", "FetchReach-v4", "MontezumaRevenge-v5")),
+    (LAB, "--env-id explore_goal_locations_tiny", ("--env-id", "explore_goal_locations_tiny", MAZE, *MAZES)),
+    (LAB, "--env-id Lab", ("--env-id", "Lab", MAZE)),
+    (LAB, f"--env-id {MAZE} --engine deepmind_lab", ("--engine", "deepmind_lab", "labmaze")),
     # files
     (ALL, "--resume nowhere/agent.pt", ("--resume", "nowhere/agent.pt")),
     (ALL, "--resume empty.pt", ("--resume", "empty.pt")),
@@ -97,8 +106,10 @@ class Hostile:
 
 
 @pytest.fixture
-def broken_files(tmp_path):
-    """Beside the run: files that are no checkpoints, one of another script, and a file where a folder should be."""
+def broken_files(tmp_path, monkeypatch):
+    """Beside the run: files that are no checkpoints, one of another script, and a file where a folder should be. There
+    is no DeepMind Lab."""
+    monkeypatch.setitem(sys.modules, "deepmind_lab", None)
     (tmp_path / "empty.pt").touch()
     torch.save({"script": "ppo_other.py"}, tmp_path / "other.pt")
     torch.save([1, 2], tmp_path / "list.pt")
@@ -131,3 +142,34 @@ def test_checkpoint_of_another_world(run, capfd, other):
         run(f"--resume runs/one/agent.pt --env-id {other}")
     said = capfd.readouterr().err.strip()
     assert end.value.code == 2 and "\n" not in said and other in said and "FourRooms-7x7" in said
+
+
+@pytest.mark.parametrize("name", LAB)
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--resume maze.pt --engine deepmind_lab", ("--resume maze.pt", "on labmaze, not on deepmind_lab")),
+        (f"--env-id {MAZE} --engine deepmind_lab --level-cache maze.pt", ("--level-cache maze.pt", "a folder")),
+        (f"--env-id {MAZE} --engine deepmind_lab --level-cache maze.pt/a", ("--level-cache maze.pt/a", "a folder")),
+    ],
+)
+def test_with_the_real_engine(name, flags, words, run, tmp_path, monkeypatch, capfd):
+    """A checkpoint of the stand-in, and a level cache that is no folder; nothing of the engine is started."""
+    monkeypatch.setitem(sys.modules, "deepmind_lab", types.ModuleType("deepmind_lab"))
+    settings = {"env_id": MAZE, "engine": "labmaze", "num_envs": 2, "num_steps": 8}
+    torch.save({"script": name, "args": settings}, tmp_path / "maze.pt")
+    with pytest.raises(SystemExit) as end:
+        run(flags if "--resume" in flags else f"{SMALL} {flags}", name)
+    said = capfd.readouterr().err.strip()
+    assert end.value.code == 2 and "\n" not in said and said.startswith(f"{name}: error: "), said
+    assert all(word in said for word in words) and [path.name for path in tmp_path.iterdir()] == ["maze.pt"], said
+
+
+@pytest.mark.parametrize("name", [ECO, ICM, GTGRID])
+def test_baseline_without_its_sibling(name, run, monkeypatch, capfd):
+    """Copied alone into a folder, a baseline has no DeepMind Lab, and says what it lacks."""
+    monkeypatch.setitem(sys.modules, "ppo_sprl_dmlab", None)
+    with pytest.raises(SystemExit) as end:
+        run(f"{SMALL} --env-id {MAZE}", name)
+    said = capfd.readouterr().err.strip()
+    assert end.value.code == 2 and said == f"{name}: error: DeepMind Lab needs ppo_sprl_dmlab.py beside this file", said

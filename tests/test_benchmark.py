@@ -154,6 +154,8 @@ def tree(tmp_path):
         ("quick --only ppo,KeyDoors", "'KeyDoors', accepted"),
         ("quick --task 5", "1 to 4"),
         ("quick --python nowhere/python", "nowhere/python"),
+        ("dmlab --engine doom", "--engine 'doom', accepted: auto deepmind_lab labmaze"),
+        ("dmlab --engine", "--engine ''"),
     ],
 )
 def test_bad_options_are_refused(tree, flags, said):
@@ -175,8 +177,33 @@ def test_every_line_is_a_whole_command(tree):
         module.check_args(args)
         names.append(args.run_name)
         assert args.seed == 1 and args.total_timesteps >= 250_000 and args.env_id in args.run_name
-    assert len(set(names)) == len(lines) >= 20 + 3 + 4 + 3 + 4 + 2
+        if args.env_id.startswith("explore_"):
+            assert args.engine == "labmaze" and args.run_name.startswith("dmlab-labmaze__explore_")
+    assert len(set(names)) == len(lines) >= 20 + 3 + 4 + 3 + 4 + 2 + 15
+    assert sum("dmlab-" in name for name in names) == 15
     assert tree.started() == []
+
+
+def test_lines_of_dmlab_are_the_papers_settings(tree):
+    """What stands in the lines, for everyone to read, is what the scripts do without: but for PPO, which is SPRL's
+    script with other settings, a task's line changes nothing but the steps, the seed and the name."""
+    settings = {"learning_rate": 1.9e-4, "ent_coef": 0.0011, "max_grad_norm": 0.5, "cost_scale": 0}
+    for line in tree("dmlab --dry-run --seeds 1 --engine deepmind_lab").stdout.splitlines():
+        _, script, *flags = shlex.split(line)
+        module = load(script)
+        default = module.domain_defaults(flags) if script != "ppo_sprl_dmlab.py" else module.Args(env_id=flags[1])
+        given, known = (vars(tyro.cli(module.Args, default=default, args=args)) for args in (flags, []))
+        changed = {key: value for key, value in given.items() if value != known[key]}
+        assert changed.pop("engine") == "deepmind_lab" and changed.pop("run_name").startswith("dmlab-deepmind_lab__")
+        assert changed == (settings if "__ppo__" in line else {}), line
+
+
+def test_auto_takes_the_real_engine_if_it_imports(tree):
+    """With a program in python's place that can import it; without, test_every_line_is_a_whole_command."""
+    tree.python.write_text("#!/bin/bash\n[[ $2 == 'import deepmind_lab' ]]\n")
+    lines = tree("dmlab --dry-run --seeds 2 --only icm").stdout.splitlines()
+    assert len(lines) == 6 and all("--engine deepmind_lab " in line for line in lines)
+    assert all("--engine labmaze " in line for line in tree("dmlab --dry-run --engine labmaze").stdout.splitlines())
 
 
 def test_only_and_seeds(tree):

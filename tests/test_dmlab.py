@@ -1,6 +1,7 @@
 """DeepMind Lab. The stand-in: mazes, movement and rewards against the engine's measured numbers, frames against a ray
 marched in small steps and against objects placed by hand. The real engine: a double that raises where it raises."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 from conftest import fake_envs, load, random_ages
 
-DMLAB = "ppo_sprl_dmlab.py"
+DMLAB, ECO, ICM, GT_GRID = "ppo_sprl_dmlab.py", "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
 SMALL, LARGE, MANY = "explore_goal_locations_small", "explore_goal_locations_large", "explore_object_rewards_many"
 FORWARD, BACKWARD, LEFT, RIGHT, LOOK_LEFT, LOOK_RIGHT, FORWARD_LEFT, FORWARD_RIGHT, FIRE = range(9)
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -770,11 +771,13 @@ def test_choice_of_the_engine(dmlab, engine, monkeypatch, capsys):
 
 # RUNS ################################################################################################################
 BATCH = 2 * 16
-FLAGS = (
-    "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --run-name small --cost-scale 0.1 --k 2 "
-    f"--num-tolerance-samples 3 --ring-size 100 --negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} "
-    f"--rnet-width 4 --heldout-pairs 16 --rnet-intervals {BATCH} {BATCH} {BATCH} --rnet-batch-size 8 --rnet-triplets 16"
+PPO = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --run-name small"
+RNET = (
+    f"--k 2 --ring-size 100 --negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} --rnet-width 4 "
+    f"--heldout-pairs 16 --rnet-intervals {BATCH} {BATCH} {BATCH} --rnet-batch-size 8 --rnet-triplets 16"
 )
+FLAGS = f"{PPO} {RNET} --cost-scale 0.1 --num-tolerance-samples 3"
+RUNS = {DMLAB: FLAGS, ECO: f"{PPO} {RNET} --memory-size 3", ICM: PPO, GT_GRID: PPO}
 SHORT = {"SETUP": f"TASKS['{MANY}'] = (13, *TASKS['{MANY}'][1:])"}  # episodes of 13 steps
 
 
@@ -807,13 +810,18 @@ def test_resumed_run_goes_on_with_new_episodes(small_run, shared_run, capsys):
     assert exit_.value.code == 2 and "trained on labmaze, not on deepmind_lab" in capsys.readouterr().err
 
 
-def test_run_on_the_real_engine_survives_a_dead_worker(run, engine, capsys, tmp_path):
-    """It dies in the sixth episode, after 38 steps, in the third rollout: two are learned and saved."""
+@pytest.mark.parametrize("name, flags", RUNS.items())
+def test_run_on_the_real_engine_survives_a_dead_worker(name, flags, run, engine, capsys, tmp_path):
+    """It dies in the sixth episode, after 38 steps, in the third rollout: two are learned and saved. The exit code is
+    1, and the last line says why."""
     engine |= {"breaks": "raise", "resets": 6}
-    result = run(f"{FLAGS} --total-timesteps {6 * BATCH}", DMLAB)
+    with pytest.raises(SystemExit) as exit_:
+        run(f"{flags} --env-id {SMALL} --total-timesteps {6 * BATCH}", name)
+    assert exit_.value.code == "environment 1 of deepmind_lab died, see above", "printed, exit code 1"
     printed = capsys.readouterr()
     assert "engine: deepmind_lab\n" in printed.out and "ValueError: the map fell over" in printed.err
-    assert "stopped by SIGTERM, resume: python" in printed.out and result["envs"].processes == []
+    assert f"stopped by SIGTERM, resume: python {name} --resume " in printed.out
+    assert multiprocessing.active_children() == []
     checkpoint = torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)
     assert checkpoint["iteration"] == 2 and checkpoint["args"]["engine"] == "deepmind_lab"
     assert [row["length"] for row in checkpoint["history"]] == [6, 6] and len(checkpoint["history"]) == 2

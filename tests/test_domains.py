@@ -1,4 +1,4 @@
-"""The baselines on Fetch and Atari: settings by domain, bonuses against slow readings, and runs that are resumed."""
+"""The baselines on Fetch, Atari and in mazes: settings by domain, bonuses against slow readings, and resumed runs."""
 
 import math
 import re
@@ -12,6 +12,8 @@ import tyro
 from conftest import BATCH, load, random_ages, snapshot, steps
 from test_atari import ASTEROIDS, ATARI, MONTEZUMA
 from test_baselines import ECO, GT_GRID, ICM, SlowMemory, SlowVisits
+from test_dmlab import DMLAB, LARGE, MANY
+from test_dmlab import SMALL as GOAL_SMALL
 from test_fetch import FETCH, REACH, SlowNormalizer
 
 FOUR_ROOMS, META = "MiniGrid-FourRooms-7x7-v0", torch.device("meta")
@@ -24,6 +26,7 @@ MEMORY = RNET | dict(memory_size=200, memory_percentile=90.0)
 ON_MINIGRID = dict(learning_rate=0.003, ent_coef=0.01, max_episode_steps=100, stack_observations=0)
 ON_ATARI = dict(learning_rate=5e-4, ent_coef=0.01, max_episode_steps=10_000, stack_observations=3)
 ON_FETCH = dict(learning_rate=5e-4, max_episode_steps=50, stack_observations=0, action_noise=0.003, n_substeps=20)
+ON_DMLAB = dict(learning_rate=2.5e-4, stack_observations=0, total_timesteps=20_000_000)
 RARELY = dict(ring_size=30_000, heldout_pairs=7_500, rnet_intervals=(6_000, 150_000, 150_000))
 # METHOD.md's tables, written down again
 TABLE = {
@@ -44,6 +47,15 @@ TABLE = {
     ),
     (GT_GRID, FOUR_ROOMS): ON_MINIGRID | dict(bonus_scale=0.01, cell_size=1),
     (GT_GRID, MONTEZUMA): ON_ATARI,
+    (ECO, LARGE): MEMORY | ON_DMLAB | dict(
+        ent_coef=0.0021, k=5, negative_bias=20, bonus_scale=0.03, bonus_bias=0.5, ring_size=60_000,
+        heldout_pairs=15_000, rnet_intervals=(6_000, 12_000, 36_000), rnet_weight_decay=1e-4, rnet_learning_rate=3e-4,
+        rnet_triplets=15_000, rnet_width=64,
+    ),
+    (ICM, GOAL_SMALL): ON_DMLAB | dict(
+        ent_coef=0.0042, bonus_scale=0.55, bonus_clip=1.0, forward_loss_weight=0.96, icm_loss_scale=64.0,
+    ),
+    (GT_GRID, MANY): ON_DMLAB | dict(ent_coef=0.0066, bonus_scale=0.0525, cell_size=30),
     (ATARI, None): RNET | ON_ATARI | RARELY | dict(
         k=12, tolerance=1, num_tolerance_samples=200, cost_percentile=90.0, negative_bias=80, cost_scale=0.05,
         cost_bias=0.0, rnet_weight_decay=0.03, rnet_learning_rate=3e-4, rnet_triplets=15_000,
@@ -94,6 +106,9 @@ def test_flags_go_before_the_domain(name):
         (ICM, MONTEZUMA, {"bonus-scale": "0.01", "forward-loss-weight": "1.0", "stack-observations": "3"}),
         (GT_GRID, MONTEZUMA, {"learning-rate": "0.0005", "max-episode-steps": "10000"}),
         (GT_GRID, FOUR_ROOMS, {"learning-rate": "0.003", "max-episode-steps": "100"}),
+        (ECO, MANY, {"bonus-scale": "0.03", "k": "5", "total-timesteps": "20000000"}),
+        (ICM, LARGE, {"bonus-scale": "0.55", "bonus-clip": "1.0", "icm-loss-scale": "64.0"}),
+        (GT_GRID, GOAL_SMALL, {"bonus-scale": "0.0525", "cell-size": "30", "ent-coef": "0.0066"}),
     ],
 )
 def test_help_shows_the_domain(run, capsys, name, env_id, shown):
@@ -115,6 +130,8 @@ def test_help_shows_the_domain(run, capsys, name, env_id, shown):
         (ICM, "MiniGrid-FourRoms-7x7-v0", FOUR_ROOMS),
         (GT_GRID, REACH, MONTEZUMA),
         (GT_GRID, "Freeway-v5", MONTEZUMA),
+        (ICM, "explore_goal_location_small", GOAL_SMALL),
+        (GT_GRID, "dmlab", GOAL_SMALL),
     ],
 )
 def test_unknown_ids_are_refused(run, capsys, tmp_path, name, env_id, said):
@@ -129,7 +146,8 @@ def test_unknown_ids_are_refused(run, capsys, tmp_path, name, env_id, said):
 # NETWORKS ############################################################################################################
 def worlds(module, env_id, num_envs=4):
     """The worlds, made but not started."""
-    return module.make_envs(parse(f"{module.__name__}.py", f"--env-id {env_id} --num-envs {num_envs}"))
+    flags = f"--env-id {env_id} --num-envs {num_envs} --engine labmaze"
+    return module.make_envs(parse(f"{module.__name__}.py", flags))
 
 
 @pytest.mark.parametrize("name", [ECO, ICM])
@@ -143,11 +161,19 @@ def test_networks_follow_the_domain(name):
     assert policy.actor.out_features == 4 and policy.actor_logstd.shape == (4,)
     assert [layer.in_features for layer in policy.network.layers] == [16, 256, 256, 256]
     assert player.actor.out_features == 18 and player.network.convs[0].in_channels == 4
-    if name == ECO:  # ECO's own on Atari: 2-2-2-2 blocks and four FC layers, the first of them split
-        rnet = module.make_rnet(games, parse(name, f"--env-id {MONTEZUMA} --rnet-width 4"))
-        widths = [block.conv2.out_channels for block in rnet.branch.blocks if hasattr(block, "conv2")]
-        assert widths == [4, 4, 8, 8, 16, 16, 32, 32] and rnet.m == 3
-        assert [part.out_features for part in rnet.head if hasattr(part, "weight")] == [512, 512, 512, 1]
+    mazes = worlds(module, MANY)
+    walker = module.make_agent(mazes, parse(name, f"--env-id {MANY}"))
+    assert walker.actor.out_features == 9 and walker.network.convs[0].in_channels == 3
+    if name == ICM:
+        icm = module.ICM(mazes, parse(name, f"--env-id {MANY}"))
+        assert icm.m == 0 and icm.features[0].convs[0].in_channels == 3 and icm.action_dim == 9
+    if name == ECO:  # ECO's own on images: 2-2-2-2 blocks and four FC layers, the first of them split
+        for envs, env_id, m, channels in ((games, MONTEZUMA, 3, 4), (mazes, MANY, 0, 3)):
+            rnet = module.make_rnet(envs, parse(name, f"--env-id {env_id} --rnet-width 4"))
+            widths = [block.conv2.out_channels for block in rnet.branch.blocks if hasattr(block, "conv2")]
+            assert widths == [4, 4, 8, 8, 16, 16, 32, 32] and rnet.m == m
+            assert rnet.branch.blocks[0].in_channels == channels
+            assert [part.out_features for part in rnet.head if hasattr(part, "weight")] == [512, 512, 512, 1]
         assert module.make_rnet(robots, parse(name, f"--env-id {REACH}")).early.in_features == 16
 
 
@@ -188,18 +214,32 @@ RUNS = {  # flags, iterations
     (ICM, REACH): (f"{SMALL} --bonus-scale 0.5", 3),
     (ICM, ASTEROIDS): (f"{SMALL} --bonus-scale 0.5", 2),
     (GT_GRID, MONTEZUMA): (f"{SMALL} --bonus-scale 0.1 --cell-size 8 --max-episode-steps 13", 2),
+    (ECO, MANY): (f"{ECO_FLAGS} --engine labmaze", 3),
+    (ICM, MANY): (f"{SMALL} --bonus-scale 0.5 --engine labmaze", 2),
+    (GT_GRID, MANY): (f"{SMALL} --bonus-scale 0.1 --engine labmaze", 2),
+    (ECO, GOAL_SMALL): (f"{ECO_FLAGS} --engine labmaze", 3),
+    (ICM, LARGE): (f"{SMALL} --bonus-scale 0.5 --engine labmaze", 2),
+    (GT_GRID, GOAL_SMALL): (f"{SMALL} --bonus-scale 0.1 --engine labmaze", 2),
 }
+MAZES = (GOAL_SMALL, LARGE, MANY)
 METHOD_PART = {ECO: "rnet schedule", ICM: "icm", GT_GRID: ""}
-# robot 0 is steered to its goal, so that there are rewards; where the agents are is taken down
+# robot 0 is steered to its goal and walker 0 put on objects, so that there are rewards; where the agents are is taken
+# down
 FOLLOW = """
 if iteration == first_iteration:
     step_worlds, places = envs.step, []
-    look = (lambda: places.append(envs.ram[:, [3, 42, 43]].astype(int))) if hasattr(envs, "ram") else int
+    def look():
+        if hasattr(envs, "ram"):
+            places.append(envs.ram[:, [3, 42, 43]].astype(int))
+        if hasattr(envs, "places"):
+            places.append(envs.places.copy())
     look()
     def followed(actions):
         if actions.ndim > 1:
             state = obs[row, 0].numpy()
             actions[0] = [*(20 * (state[-3:] - state[:3])).clip(-1, 1), 0]
+        if hasattr(envs, "objects") and step % 5 == 0:
+            envs.places[0] = envs.objects[0, step % len(envs.worths)]
         result = step_worlds(actions)
         look()
         return result
@@ -232,7 +272,20 @@ def case(request):
 
 
 @pytest.fixture
-def first_run(case, shared_run):
+def short_episodes(monkeypatch):
+    """Of 13 steps in the mazes, where no flag says so."""
+    tasks = load(DMLAB).TASKS
+    for env_id in MAZES:
+        monkeypatch.setitem(tasks, env_id, (13, *tasks[env_id][1:]))
+
+
+def run_folder(case, folder):
+    """The engine is in the run's name."""
+    return folder / "runs" / ("small-labmaze" if case[1] in MAZES else "small")
+
+
+@pytest.fixture
+def first_run(case, shared_run, short_episodes):
     name, env_id = case
     flags, iterations = RUNS[case]
     return shared_run(f"--env-id {env_id} {flags}{steps(iterations)}", name, probes(name))
@@ -241,7 +294,7 @@ def first_run(case, shared_run):
 @pytest.fixture
 def resumed_run(case, first_run, shared_run):
     """One more iteration."""
-    path, iterations = first_run[2] / "runs/small/agent.pt", RUNS[case][1]
+    path, iterations = run_folder(case, first_run[2]) / "agent.pt", RUNS[case][1]
     backup = path.with_name("before.pt")
     if not backup.exists():
         backup.write_bytes(path.read_bytes())
@@ -249,11 +302,11 @@ def resumed_run(case, first_run, shared_run):
 
 
 def learned_rewards(case, trace, normalize=None):
-    """What is learned from before the bonus: on Fetch by the running deviation, on Atari clipped."""
+    """What is learned from before the bonus: on Fetch by the running deviation, on Atari clipped, in mazes as it is."""
     normalize = normalize or SlowNormalizer(4, 0.99)
-    return [
-        normalize(shot["rewards"], shot["valid"]) if case[1] == REACH else shot["rewards"].clip(-1, 1) for shot in trace
-    ]
+    if case[1] == REACH:
+        return [normalize(shot["rewards"], shot["valid"]) for shot in trace]
+    return [shot["rewards"] if case[1] in MAZES else shot["rewards"].clip(-1, 1) for shot in trace]
 
 
 def all_stacks(trace, m):
@@ -291,21 +344,26 @@ def eco_bonuses(case, trace):
 
 
 def icm_bonuses(case, trace):
-    """The forward model's errors, with the model as it was before the update."""
+    """The forward model's errors, with the model as it was before the update; in mazes at most 1."""
     stacks = all_stacks(trace, 3 if case[1] == ASTEROIDS else 0)
     for i, shot in enumerate(trace):
         with torch.no_grad():
             phi = shot["icm"].features(stacks[32 * i : 32 * i + 33].flatten(0, 1)).unflatten(0, (33, 4))
-            action = shot["actions"] if case[1] == REACH else F.one_hot(shot["actions"], 18).float()
+            num_actions = 9 if case[1] in MAZES else 18
+            action = shot["actions"] if case[1] == REACH else F.one_hot(shot["actions"], num_actions).float()
             predicted = shot["icm"].predict(torch.cat([phi[:-1], action], -1))
-            yield ((predicted - phi[1:]) ** 2).sum(-1).numpy() / 2
+            errors = ((predicted - phi[1:]) ** 2).sum(-1).numpy() / 2
+            yield errors.clip(max=1) if case[1] in MAZES else errors
 
 
 def grid_bonuses(case, trace):
-    """First visits of cells of 8 x 8 pixels of a room, by sets."""
-    places = np.array(trace[-1]["places"])  # (T + 1, N, 3): room, x, y
+    """First visits of cells of 8 x 8 pixels of a room, or of 30 x 30 units of a maze, by sets."""
+    places = np.array(trace[-1]["places"])  # (T + 1, N, 3): room, x, y; in a maze x, y
     visits = SlowVisits(1)
-    cells = np.stack([places[..., 0] * 32 + places[..., 1] // 8, places[..., 2] // 8], -1)
+    if case[1] in MAZES:
+        cells = places // 30
+    else:
+        cells = np.stack([places[..., 0] * 32 + places[..., 1] // 8, places[..., 2] // 8], -1)
     visits.first_visits(cells[:1], np.ones((1, 4), bool))
     for i, shot in enumerate(trace):
         yield visits.first_visits(cells[32 * i + 1 : 32 * i + 33], ~shot["valid"])
@@ -357,7 +415,7 @@ def test_resumed_run_says_that_episodes_are_new(resumed_run, case):
 
 def test_nothing_of_an_old_episode_is_remembered(case, first_run, resumed_run):
     """A resumed run begins new episodes: ECO's memory and GT-Grid's map must be empty, as after any other start."""
-    saved = torch.load(first_run[2] / "runs/small/before.pt", weights_only=True)
+    saved = torch.load(run_folder(case, first_run[2]) / "before.pt", weights_only=True)
     trace = resumed_run[0]["trace"]
     if case[0] == ECO:
         assert all(saved["memory"]["counts"]) and saved["schedule"]["ready"]
@@ -372,8 +430,22 @@ def test_nothing_of_an_old_episode_is_remembered(case, first_run, resumed_run):
         assert_bonuses(case, trace)
 
 
+def test_engine_is_in_all_that_is_shown(case, first_run, resumed_run):
+    """In the run's name, its settings, what it prints and so the titles of its charts; nowhere in other domains."""
+    result, printed, folder = first_run
+    saved = torch.load(run_folder(case, folder) / "before.pt", weights_only=True)
+    label = {ECO: "eco", ICM: "icm", GT_GRID: "gt-grid"}[case[0]]
+    if case[1] in MAZES:
+        assert result["method"] == resumed_run[0]["method"] == f"{label} (labmaze)"
+        assert saved["args"]["engine"] == "labmaze" and "labmaze" in saved["versions"]
+        assert f"{label} (labmaze) on {case[1]} (" in printed and f"{label} (labmaze) {case[1]} seed 1: " in printed
+        assert {row["length"] for row in result["history"] if "length" in row} == {13}
+    else:
+        assert result["method"] == label and saved["args"]["engine"] == "auto" and "labmaze" not in printed
+
+
 # DEVICE ##############################################################################################################
-@pytest.mark.parametrize("env_id", [REACH, ASTEROIDS])
+@pytest.mark.parametrize("env_id", [REACH, ASTEROIDS, MANY])
 def test_eco_parts_stay_on_the_device(env_id):
     """As in test_device: policy, RNet, samplers and memory on meta."""
     module, args = load(ECO), parse(ECO, f"--env-id {env_id} --rnet-width 4")
@@ -401,7 +473,7 @@ def test_eco_parts_stay_on_the_device(env_id):
     assert {part.device for part in (action, count, similarity, memory.counts, memory.embeddings)} == {META}
 
 
-@pytest.mark.parametrize("env_id", [REACH, ASTEROIDS])
+@pytest.mark.parametrize("env_id", [REACH, ASTEROIDS, MANY])
 def test_icm_stays_on_the_device(env_id):
     module, args = load(ICM), parse(ICM, f"--env-id {env_id}")
     envs = worlds(module, env_id)
@@ -415,13 +487,14 @@ def test_icm_stays_on_the_device(env_id):
     (icm.forward_error(phi[:-1], phi[1:], actions)).sum().backward()
     phi = phi.detach().flatten(0, 1)
     icm.inverse_loss(phi[:-4], phi[4:], actions.flatten(0, 1)).sum().backward()
-    assert {parameter.grad.device for parameter in icm.parameters()} == {META} and icm.m == 3 * (env_id != REACH)
+    assert {parameter.grad.device for parameter in icm.parameters()} == {META} and icm.m == 3 * (env_id == ASTEROIDS)
 
 
-def test_montezumas_cells_stay_on_the_device():
-    """24 rooms of 16 x 16 cells of 16 pixels."""
+@pytest.mark.parametrize("env_id, cells", [(MONTEZUMA, 24 * 16 * 16), (GOAL_SMALL, 37 * 37), (LARGE, 57 * 57)])
+def test_cells_stay_on_the_device(env_id, cells):
+    """24 rooms of 16 x 16 cells of 16 pixels; mazes of 1,100 and 1,700 units in cells of 30."""
     module = load(GT_GRID)
-    visits = module.VisitedCells(worlds(module, MONTEZUMA), parse(GT_GRID, f"--env-id {MONTEZUMA}").cell_size, META)
-    assert visits.visited.shape == (4, 24 * 16 * 16)
+    visits = module.VisitedCells(worlds(module, env_id), parse(GT_GRID, f"--env-id {env_id}").cell_size, META)
+    assert visits.visited.shape == (4, cells)
     cells, starts = torch.zeros(9, 4, dtype=torch.int64, device=META), torch.zeros(9, 4, dtype=torch.bool, device=META)
     assert visits.first_visits(cells, starts).device == visits.visited.device == META
