@@ -336,13 +336,36 @@ def pixel_cost(args):
         Path(args.json).write_text(json.dumps(results, indent=1))
 
 
-def scaling(args):
-    """steps/s and the constraint's own time of SPRL against what they depend on, beside PPO at the same setting."""
+def draw_scaling(rows, path):
+    """Draws rows of (against what, value, PPO's steps/s, SPRL's, the constraint's ms), the last three with ranges."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    sweeps = list(dict.fromkeys(row[0] for row in rows))
+    figure, axes = plt.subplots(2, len(sweeps), figsize=(3 * len(sweeps), 5), layout="constrained", sharey="row")
+    lines = (0, "PPO", "#0072B2"), (0, "SPRL", "#D55E00"), (1, "cost and RNet training of SPRL", "#D55E00")
+    for column, name in enumerate(sweeps):
+        _, values, *series = zip(*(row for row in rows if row[0] == name))
+        for (row, label, color), measured in zip(lines, series):
+            middle, low, high = zip(*measured)
+            axes[row, column].plot(values, middle, "o-", color=color, label=label)
+            axes[row, column].fill_between(values, low, high, color=color, alpha=0.2, linewidth=0)
+        for axis in axes[:, column]:
+            axis.set_xscale("log" if name == "environments" else "linear")
+            axis.grid(alpha=0.3)
+        axes[1, column].set_xlabel(name)
+    axes[0, 0].set_ylabel("steps/s")
+    axes[1, 0].set_ylabel("ms per 1000 steps")
+    for axis in axes[:, 0]:
+        axis.set_ylim(0, None)
+        axis.legend(loc="lower left")
+    figure.savefig(path, dpi=110)
+
+
+def scaling(args):
+    """steps/s and the constraint's own time of SPRL against what they depend on, beside PPO at the same setting."""
     base = "--k 2 --num-tolerance-samples 60 --num-envs 12 --num-steps 256 --env-id MiniGrid-FourRooms-7x7-v0"
     sweeps = {  # the flags that change, and whether PPO has them too
         "k": (False, {k: f"--k {k}" for k in (2, 10, 20)}),
@@ -382,23 +405,7 @@ def scaling(args):
         columns = ("ppo_steps_per_s", "sprl_steps_per_s", "constraint_ms_per_1000_steps")
         writer.writerow(("against", "value", *(f"{column}{end}" for column in columns for end in ("", "_min", "_max"))))
         writer.writerows((name, value, *(round(x) for triple in rest for x in triple)) for name, value, *rest in rows)
-    figure, axes = plt.subplots(2, len(sweeps), figsize=(3 * len(sweeps), 5), layout="constrained", sharey="row")
-    lines = (0, "PPO", "#0072B2"), (0, "SPRL", "#D55E00"), (1, "cost and RNet training of SPRL", "#D55E00")
-    for column, name in enumerate(sweeps):
-        _, values, *series = zip(*(row for row in rows if row[0] == name))
-        for (row, label, color), measured in zip(lines, series):
-            middle, low, high = zip(*measured)
-            axes[row, column].plot(values, middle, "o-", color=color, label=label)
-            axes[row, column].fill_between(values, low, high, color=color, alpha=0.2, linewidth=0)
-        for axis in axes[:, column]:
-            axis.set(ylim=(0, None), xscale="log" if name == "environments" else "linear")
-            axis.grid(alpha=0.3)
-        axes[1, column].set_xlabel(name)
-    axes[0, 0].set_ylabel("steps/s")
-    axes[1, 0].set_ylabel("ms per 1000 steps")
-    for axis in axes[:, 0]:
-        axis.legend(loc="lower left")
-    figure.savefig(folder / "scaling.png", dpi=110)
+    draw_scaling(rows, folder / "scaling.png")
 
 
 if __name__ == "__main__":
