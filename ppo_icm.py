@@ -25,6 +25,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -306,7 +307,7 @@ class GridWorlds(gym.vector.VectorEnv):
     ignores its action and returns the next episode's first observation with reward 0."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
-    resumable = True
+    resumable, reward_range = True, (-1, 1)
 
     def __init__(self, env_id, num_envs, max_episode_steps):
         try:
@@ -387,6 +388,7 @@ class AtariGames(gym.vector.VectorEnv):
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
     resumable = False  # the emulator's state cannot be saved
+    reward_range = (-(2**31), 2**31 - 1)  # ALE counts in 32 bits
     map_size = (24 * 256, 256)  # Montezuma's Revenge: rooms side by side
 
     def __init__(self, env_id, num_envs, max_episode_steps):
@@ -448,6 +450,7 @@ class FetchRobots(gym.vector.VectorEnv):
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
     resumable = False  # the simulator's state cannot be saved
+    reward_range = (0, 1)
 
     def __init__(self, env_id, num_envs, max_episode_steps, n_substeps, action_noise, gamma):
         if env_id not in FETCH_IDS:
@@ -536,6 +539,18 @@ def make_envs(args):
     return FetchRobots(
         args.env_id, args.num_envs, args.max_episode_steps, args.n_substeps, args.action_noise, args.gamma
     )
+
+
+def find_fault(envs, obs, rewards):
+    """What the worlds returned that no world may, in words, or None; cheap enough to be asked at every step."""
+    if getattr(envs, "died", None):  # a process of DeepMind Lab
+        return f"{envs.died}, see above"
+    low, high = envs.reward_range
+    wrong = ~((low <= rewards) & (rewards <= high))  # of NaN too
+    if wrong.any():
+        return f"environment {wrong.argmax()} returned the reward {rewards[wrong][0]}, accepted: {low} to {high}"
+    if obs.dtype.kind == "f" and not np.isfinite(obs).all():
+        return f"environment {np.argwhere(~np.isfinite(obs))[0, 0]} returned a state with {obs[~np.isfinite(obs)][0]}"
 
 
 # AGENT ###############################################################################################################
@@ -727,14 +742,26 @@ class ICM(nn.Module):
 
 
 # CHECKPOINTS AND CHARTS ##############################################################################################
+def warn(message):
+    """Says in one line, above the progress bar, what the run goes on without."""
+    with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
+        tqdm.write(f"{os.path.basename(sys.argv[0])}: warning: {message}", file=sys.stderr)
+
+
 def save_checkpoint(progress, learned, path):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
     try:
-        torch.save({**progress, **{name: part.state_dict() for name, part in learned.items()}}, f"{path}.tmp")
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # somebody may have removed it
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save({**progress, **{name: part.state_dict() for name, part in learned.items()}}, file)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
         os.replace(f"{path}.tmp", path)
         return True
     except (OSError, RuntimeError) as error:  # a full disk must not end the run, nor cost the older checkpoint
-        print(f"could not save {path}, an older one stays: {error!r:.100}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.tmp")
+        warn(f"could not save {path}, an older one stays: {error.__context__ or error!r:.100}")
         return False
 
 
@@ -750,6 +777,28 @@ def load_checkpoint(path, script):
     if found != script:
         fail(f"--resume {path} was written by {found}, not by {script}")
     return checkpoint
+
+
+class TensorBoard(SummaryWriter):
+    """With W&B's names of log and finish."""
+
+    finish = SummaryWriter.close
+
+    def log(self, charts, step):
+        for name, value in charts.items():
+            self.add_scalar(name, value, step)
+        self.flush()  # a checkpoint must not know more than the charts do
+
+
+def log_charts(sinks, charts, global_step):
+    """Gives the charts to TensorBoard and W&B. One that fails (a full disk, a removed folder, no network) is said once
+    and left out; the run goes on, and the checkpoint's history keeps the curve."""
+    for name, sink in list(sinks.items()):
+        try:
+            sink.log(charts, step=global_step)
+        except Exception as error:
+            warn(f"{name} fails at step {global_step}, going on without it: {error!r:.100}")
+            del sinks[name]
 
 
 def plot_curve(history, title, path):
@@ -768,7 +817,10 @@ def plot_curve(history, title, path):
         axis.set(title=name.replace("_", " "), xlabel="environment steps")
         axis.grid(alpha=0.3)
     figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        warn(f"could not draw {path}: {error!r:.100}")
     plt.close(figure)
 
 
@@ -894,27 +946,33 @@ if __name__ == "__main__":
         "gymnasium": gym.__version__, "minigrid": minigrid.__version__, "envpool": envpool.__version__,
         "labmaze": version("labmaze"),
     }  # fmt: skip
-    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
+    # what TensorBoard's thread cannot write is said by log_charts
+    threading.excepthook = lambda failed: isinstance(failed.exc_value, OSError) or threading.__excepthook__(failed)
     table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-    wandb_run = None
+    try:
+        sinks = {"TensorBoard": TensorBoard(run_dir, purge_step=global_step + 1 if checkpoint else None)}
+        sinks["TensorBoard"].add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+        sinks["TensorBoard"].flush()
+    except OSError as error:
+        fail(f"--run-name {args.run_name}: {run_dir} cannot be written, accepted: a folder that can ({error!r:.100})")
     if args.track:
-        import wandb
-
         try:
-            wandb_run = wandb.init(
+            import wandb
+
+            sinks["W&B"] = wandb.init(
                 project=args.wandb_project_name, entity=args.wandb_entity, name=os.path.basename(run_dir), dir=run_dir,
                 config={**asdict(args), **versions, "command": command}, group=args.env_id, job_type=method,
                 tags=[method, args.env_id],
             )  # fmt: skip
         except Exception as error:
-            print(f"W&B cannot be reached, going on without it: {error!r:.100}", file=sys.stderr)
+            warn(f"W&B cannot be reached, going on without it: {error!r:.100}")
     print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
     if checkpoint:
         episodes = " with new episodes, a simulator's state cannot be saved" * (not envs.resumable)
         print(f"resumed at step {global_step:,}{episodes}")
 
     progress, next_checkpoint = None, global_step + (args.checkpoint_interval or args.total_timesteps)
+    fault = None  # what ends the run with exit code 1
     start_time, start_step = time.time(), global_step
     bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", smoothing=0.05, mininterval=1.0)
 
@@ -938,6 +996,10 @@ if __name__ == "__main__":
                 action, logprob, _, value = agent.get_action_and_value(policy_obs)
             actions[step], logprobs[step], values[step] = action, logprob, value
             next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
+            fault = find_fault(envs, next_obs, reward)
+            if fault:
+                fault = f"{args.env_id} at step {global_step + (step + 1) * args.num_envs}: {fault}"
+                break
             valid[step], rewards[step] = ~next_done, reward
             next_done = terminations[step] | truncations[step]
             obs[row + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
@@ -949,7 +1011,7 @@ if __name__ == "__main__":
                 states[row + 1] = observe()
             finished_returns += episode_returns[next_done].tolist()
             finished_lengths += episode_lengths[next_done].tolist()
-        if stop_signals:
+        if stop_signals or fault:
             break  # the rollout is left out: the checkpoint of the last iteration's end is whole
         global_step += batch_size
 
@@ -963,7 +1025,7 @@ if __name__ == "__main__":
             if args.bonus_clip:
                 bonus = bonus.clamp(max=args.bonus_clip)
             total_rewards = total_rewards + args.bonus_scale * bonus
-            charts["icm/bonus"] = (bonus * torch.from_numpy(valid).to(device)).sum() / int(valid.sum())
+            charts["icm/bonus"] = (bonus * torch.from_numpy(valid).to(device)).sum() / max(1, int(valid.sum()))
 
         # ADVANTAGE ###################################################################################################
         with torch.inference_mode():
@@ -979,11 +1041,11 @@ if __name__ == "__main__":
         # UPDATE POLICY ###############################################################################################
         b_logprobs, b_actions, b_advantages = logprobs.flatten(), actions.flatten(0, 1), advantages.flatten()
         b_returns, b_values = returns.flatten(), values[:-1].flatten()
-        b_inds = np.flatnonzero(valid)  # no row that autoreset inserted
+        b_inds = np.flatnonzero(valid)  # no row that autoreset inserted; short rollouts may have no other
         clipfracs = []
-        for _ in range(args.update_epochs):
+        for _ in range(args.update_epochs if len(b_inds) else 0):
             np.random.shuffle(b_inds)
-            for host_inds in np.array_split(b_inds, args.num_minibatches):
+            for host_inds in np.array_split(b_inds, min(args.num_minibatches, len(b_inds))):
                 mb_inds = torch.from_numpy(host_inds).to(device, non_blocking=True)
                 mb_rows, mb_envs = past + mb_inds // args.num_envs, mb_inds % args.num_envs
                 mb_obs = stack_frames(obs, depths, mb_rows, mb_envs, args.stack_observations)
@@ -1025,12 +1087,14 @@ if __name__ == "__main__":
 
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
+                grad_norm = nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
                 optimizer.step()
-        charts |= {
-            "losses/value_loss": v_loss, "losses/policy_loss": pg_loss, "losses/entropy": entropy_loss,
-            "losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean(),
-        }  # fmt: skip
+        if clipfracs:
+            charts |= {
+                "losses/value_loss": v_loss, "losses/policy_loss": pg_loss, "losses/entropy": entropy_loss,
+                "losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean(),
+                "losses/grad_norm": grad_norm,
+            }  # fmt: skip
 
         # LOG #########################################################################################################
         sps = (global_step - start_step) / (time.time() - start_time)
@@ -1043,13 +1107,11 @@ if __name__ == "__main__":
                 "charts/success_rate": np.mean(np.array(finished_returns) > 0),
             }
         charts = {name: torch.as_tensor(value).item() for name, value in charts.items()}  # waits for the device
-        for name, value in charts.items():
-            writer.add_scalar(name, value, global_step)
-        if wandb_run:
-            wandb_run.log(charts, step=global_step)
-        if not np.isfinite(charts["losses/value_loss"] + charts["losses/policy_loss"]):
-            bar.close()
-            sys.exit(f"the loss is not finite at step {global_step}; the last good checkpoint is kept")
+        log_charts(sinks, charts, global_step)
+        broken = [f"{name} is {value}" for name, value in charts.items() if not np.isfinite(value)]
+        if broken:  # then so are the networks: what they are now must not be saved
+            fault, progress = f"{', '.join(broken)} at step {global_step}", None
+            break
         names = {
             "return": "charts/episodic_return",
             "success": "charts/success_rate",
@@ -1058,8 +1120,9 @@ if __name__ == "__main__":
         names |= method_charts
         history.append({"step": global_step} | {key: charts[name] for key, name in names.items() if name in charts})
         shown = {key: row[key] for row in history[-10:] for key in names if key in row and key != "length"}
-        bar.set_postfix({key: f"{value:.2f}" for key, value in shown.items()}, refresh=False)
-        bar.update(batch_size)
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+            bar.set_postfix({key: f"{value:.2f}" for key, value in shown.items()}, refresh=False)
+            bar.update(batch_size)
 
         # CHECKPOINT ##################################################################################################
         obs[: past + 1] = obs[-past - 1 :].clone()
@@ -1078,18 +1141,19 @@ if __name__ == "__main__":
             kept = [part[: past + 1].clone() for part in (obs, depths, torch.from_numpy(ages))]
             progress |= dict(zip(("past_obs", "past_depths", "past_ages"), kept))
         if global_step >= next_checkpoint:
-            save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+            if save_checkpoint(progress, learned, f"{run_dir}/agent.pt") and "TensorBoard" not in sinks:
+                with contextlib.suppress(OSError):  # there is room again
+                    sinks["TensorBoard"] = TensorBoard(run_dir)
             next_checkpoint = global_step + args.checkpoint_interval
 
-    bar.close()
-    saved, kept = True, bool(checkpoint)
+    with contextlib.suppress(OSError):
+        bar.close()
+    saved = True
     if progress:
-        saved = kept = save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
+        saved = save_checkpoint(progress, learned, f"{run_dir}/agent.pt")
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
-    writer.close()
     envs.close()
-    if wandb_run:
-        wandb_run.finish()
+    kept = os.path.exists(f"{run_dir}/agent.pt")
     if stop_signals:
         resume = shlex.join(["python", script, "--resume", f"{run_dir}/agent.pt"])
         resume = f", resume: {resume}" if kept else " before anything was learned"
@@ -1102,7 +1166,11 @@ if __name__ == "__main__":
         + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
         * kept
     )
-    if getattr(envs, "died", None):  # a process of DeepMind Lab
-        sys.exit(f"{envs.died}, see above")
-    if not saved:
+    for sink in sinks.values():
+        with contextlib.suppress(Exception):  # all is saved by now
+            sink.finish()
+    if fault:
+        resume = f"{run_dir}/agent.pt is the last good checkpoint" if kept else "no checkpoint was written yet"
+        print(f"{script}: error: {fault}; {resume}", file=sys.stderr)
+    if fault or not saved:
         sys.exit(1)

@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import textwrap
+import threading
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,7 @@ def run(tmp_path, monkeypatch):
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            threading.excepthook = threading.__excepthook__
 
     return run
 
@@ -205,6 +207,7 @@ def shared_run(tmp_path_factory):
                 finally:
                     for number, handler in handlers.items():
                         signal.signal(number, handler)
+                    threading.excepthook = threading.__excepthook__
             kept[key] = result, printed.getvalue(), folder
         return kept[key]
 

@@ -104,9 +104,8 @@ def test_failed_write_keeps_the_older_checkpoint(script, tmp_path, monkeypatch, 
     script.save_checkpoint({"script": "me", "iteration": 1}, {"agent": network}, str(path))
     before = path.read_bytes()
 
-    def write_half(_, target):
-        with open(target, "wb") as file:
-            file.write(before[: len(before) // 2])
+    def write_half(_, file):
+        file.write(before[: len(before) // 2])
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", write_half)

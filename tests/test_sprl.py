@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,11 +75,12 @@ def real_triplets(script, ages, *settings_, num_triplets=None):
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), cut=st.sampled_from([0.0, 0.02, 0.1, 0.5]), k=st.integers(1, 6),
-       negative_bias=st.integers(0, 25), positive_bias=st.integers(1, 7), cap=st.booleans())  # fmt: skip
-def test_triplets_obey_algorithm_1(seed, cut, k, negative_bias, positive_bias, cap):
+       negative_bias=st.integers(0, 25), positive_bias=st.integers(1, 7), cap=st.booleans(),
+       num_rows=st.integers(1, 120), num_envs=st.integers(1, 4))  # fmt: skip
+def test_triplets_obey_algorithm_1(seed, cut, k, negative_bias, positive_bias, cap, num_rows, num_envs):
     """All in their ranges and segments; anchors form one unbroken chain from each segment's first frame."""
     torch.manual_seed(seed)
-    ages = random_ages(np.random.default_rng(seed), 120, 3, cut)
+    ages = random_ages(np.random.default_rng(seed), num_rows, num_envs, cut)
     ends = slow_ends(ages)
     triplets, count = real_triplets(load(CANONICAL), ages, k, negative_bias, positive_bias, cap)
     assert triplets.shape == (4, count)
@@ -180,6 +182,22 @@ def test_heldout_pairs(script):
     assert int(count) == 0
 
 
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.sampled_from([0.0, 0.05, 0.3, 1.0]), k=st.integers(1, 6),
+       tolerance=st.integers(0, 3), negative_bias=st.integers(0, 12), num_rows=st.integers(1, 60),
+       num_envs=st.integers(1, 4))  # fmt: skip
+def test_heldout_pairs_obey_appendix_b(seed, cut, k, tolerance, negative_bias, num_rows, num_envs):
+    """Every pair in its range and its segment; usable frames counted by walking."""
+    torch.manual_seed(seed)
+    ages = random_ages(np.random.default_rng(seed), num_rows, num_envs, cut)
+    ends, reach = slow_ends(ages), k + tolerance
+    *pairs, count = load(CANONICAL).sample_heldout(torch.from_numpy(ages), k, tolerance, negative_bias, 100)
+    assert int(count) == (np.arange(num_rows)[:, None] + reach + negative_bias <= ends).sum()
+    for t, positive, negative, n in torch.stack(pairs).T.tolist() if int(count) else ():
+        assert t < positive <= t + reach
+        assert t + reach + negative_bias <= negative <= min(t + reach + 2 * negative_bias, ends[t, n])
+
+
 # NETWORK #############################################################################################################
 def make_rnet(script):
     torch.manual_seed(6)
@@ -254,6 +272,26 @@ def assert_costs(costs, *slow_arguments, first=0):
     for t, n in np.ndindex(*costs.shape):
         expected = slow_cost(*slow_arguments[:3], first + t + 1, n, *slow_arguments[3:])
         assert expected is None or costs[t, n] == expected, (t, n)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), num_steps=st.integers(1, 25), num_envs=st.integers(1, 4), k=st.integers(1, 8),
+       tolerance=st.integers(0, 4), num_samples=st.integers(1, 12), q=st.floats(0, 100),
+       cut=st.sampled_from([0.0, 0.02, 0.2, 1.0]), scale=st.sampled_from([1.0, 1e4]))  # fmt: skip
+def test_cost_of_any_outputs_is_eq_14(seed, num_steps, num_envs, k, tolerance, num_samples, q, cut, scale):
+    """A network that looks every pair of frames up in a table of random outputs, some saturated."""
+    rng, num_frames = np.random.default_rng(seed), k + num_samples * tolerance + 1 + num_steps
+    rewards, began = (rng.random((num_frames - 1, num_envs)) < cut / 2 for _ in range(2))
+    ages = np.zeros((num_frames, num_envs), np.int64)
+    for t in range(1, num_frames):
+        ages[t] = np.where(rewards[t - 1] | began[t - 1], 0, ages[t - 1] + 1)
+    table = torch.from_numpy(scale * rng.normal(size=(num_frames * num_envs,) * 2)).float()
+    numbers = torch.arange(num_frames * num_envs).view(num_frames, num_envs, 1, 1).expand(-1, -1, 2, -1)
+    rnet = SimpleNamespace(chunk=50, compare=lambda early, late: table[early[:, 0], late[:, 0]])
+    settings_ = (k, tolerance, num_samples, q)
+    costs = load(CANONICAL).ksp_cost(rnet, numbers, ages[-num_steps:], *settings_)
+    scores = table.sigmoid().view(num_frames, num_envs, num_frames, num_envs).diagonal(dim1=1, dim2=3)
+    assert_costs(costs, scores, rewards, began, *settings_, first=num_frames - num_steps - 1)
 
 
 @pytest.mark.parametrize("num_samples, q", [(1, 90.0), (60, 90.0), (7, 40.0)])
