@@ -293,6 +293,15 @@ def test_csv_round_trip(trained, checkpoint, tmp_path):
         np.testing.assert_allclose(run[name], written, atol=5e-5, rtol=0)
 
 
+def test_curves_name_the_engine(checkpoint, tmp_path):
+    """The stand-in's scores and DeepMind Lab's are never rows of one task."""
+    for engine in ("labmaze", "deepmind_lab"):
+        args = checkpoint["args"] | {"env_id": "explore_object_rewards_many", "engine": engine}
+        curves.main(curves.Export((save(tmp_path, checkpoint | {"args": args}),), str(tmp_path / "out")))
+    names = sorted(os.listdir(tmp_path / "out"))
+    assert names == [f"explore_object_rewards_many-{engine}__ppo__s1.csv" for engine in ("deepmind_lab", "labmaze")]
+
+
 def test_thinning():
     history = [{"step": 10 * t, "return": float(t)} for t in range(1, 6)]
     history[1]["rnet_accuracy"], history[2] = 0.5, {"step": 30}
