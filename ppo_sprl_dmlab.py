@@ -404,8 +404,8 @@ class DeepMindLab(LabWorlds):
                 self.processes[n].join(5)
                 answer = f"no traceback, exit code {self.processes[n].exitcode}"
             if isinstance(answer, str):
-                self.died = f"environment {n} of deepmind_lab died"
-                print(f"{self.died}: {answer}", file=sys.stderr)
+                print(f"environment {n} of deepmind_lab died: {answer}", file=sys.stderr)
+                self.died = self.died or f"environment {n} of deepmind_lab died"
             else:
                 self.frames[n], position, rewards[n], ends[n] = answer
                 self.places[n] = position[:2]

@@ -819,7 +819,7 @@ def test_run_on_the_real_engine_survives_a_dead_worker(name, flags, run, engine,
     printed = capsys.readouterr()
     last = printed.err.splitlines()[-1]
     assert exit_.value.code == 1 and last.startswith(f"{name}: error: {SMALL} at step ")
-    assert "environment 1 of deepmind_lab died, see above; runs/small-deepmind_lab/agent.pt is the last good" in last
+    assert "environment 0 of deepmind_lab died, see above; runs/small-deepmind_lab/agent.pt is the last good" in last
     assert "engine: deepmind_lab\n" in printed.out and "ValueError: the map fell over" in printed.err
     assert multiprocessing.active_children() == []
     checkpoint = torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)
