@@ -160,7 +160,7 @@ class Args:
     rnet_ready_accuracy: float = 0.75
     """the cost is 0 until the mean of the last 20 training accuracies passes this (authors' code: 0.75)"""
     rnet_width: int = 64
-    """channels of the RNet's first residual blocks (paper: 64; 16 is bearable on a CPU)"""
+    """channels of the RNet's first residual blocks; its FC layers have 8 times as many (paper: 64; 16 suits a CPU)"""
 
 
 RANGES = {  # what check_args accepts: (lowest, highest)
@@ -837,8 +837,8 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """84x84 images -> 512 features: a 7x7/2 and max-pool stem, stages of residual blocks that double the width and
-    halve the size, FC(512). The mean over all places, usual before it, would forget where things are; BatchNorm's
+    """84x84 images -> 8 * width features: a 7x7/2 and max-pool stem, stages of residual blocks that double the width
+    and halve the size, FC. The mean over all places, usual before it, would forget where things are; BatchNorm's
     running averages would lag behind a network that changes a lot in its first training."""
 
     def __init__(self, channels, blocks, width):
@@ -853,7 +853,7 @@ class ResNet(nn.Module):
                 inputs = outputs
         self.blocks = nn.Sequential(*layers)
         side = math.ceil(21 / 2 ** (len(blocks) - 1))  # the stem leaves 21 of 84
-        self.dense = nn.Linear(inputs * side**2, 512)
+        self.dense = nn.Linear(inputs * side**2, 8 * width)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images):
@@ -862,9 +862,9 @@ class ResNet(nn.Module):
 
 class ImageRNet(nn.Module):
     """Siamese network: can the late state be reached from the early one in at most k - 1 steps? A ResNet embeds each
-    state once. FC layers of 512 compare two embeddings; the first of them is split, W [a; b] = W_early a + W_late b, so
-    both products are computed once per state (`embed`). That is at once the layer on (b, b - a), only with other
-    weights: it begins as one that sees the difference alone."""
+    state once. FC layers, of 512 at the paper's width of 64, compare two embeddings; the first of them is split,
+    W [a; b] = W_early a + W_late b, so both products are computed once per state (`embed`). That is at once the layer
+    on (b, b - a), only with other weights: it begins as one that sees the difference alone."""
 
     chunk = 16_384  # pairs compared at a time, so that they stay in the cache
 
@@ -873,19 +873,20 @@ class ImageRNet(nn.Module):
         self.m = m  # it sees the last m frames besides the current one
         channels = (m + 1) * envs.single_observation_space.shape[-1]
         self.branch = ResNet(channels, blocks, args.rnet_width)
-        self.early = nn.Linear(512, 512)
-        self.late = nn.Linear(512, 512, bias=False)
+        features = 8 * args.rnet_width
+        self.early = nn.Linear(features, features)
+        self.late = nn.Linear(features, features, bias=False)
         self.late.weight.data = -self.early.weight.data
         layers = [nn.ReLU()]
         for _ in range(num_layers - 1):
-            layers += [nn.Linear(512, 512), nn.ReLU()]
-        self.head = nn.Sequential(*layers, nn.Linear(512, 1))
+            layers += [nn.Linear(features, features), nn.ReLU()]
+        self.head = nn.Sequential(*layers, nn.Linear(features, 1))
 
-    def embed(self, frames):  # (B, m + 1, H, W, C) uint8 -> (B, 2, 512): as the early and as the late state of a pair
+    def embed(self, frames):  # (B, m + 1, H, W, C) uint8 -> (B, 2, features): as the early and as the late state
         embedding = self.branch(to_image(frames))
         return torch.stack([self.early(embedding), self.late(embedding)], 1)
 
-    def compare(self, early, late):  # (..., 512), (..., 512) -> (...) logits
+    def compare(self, early, late):  # (..., features), (..., features) -> (...) logits
         return self.head(early + late).squeeze(-1)
 
 
@@ -1399,13 +1400,19 @@ if __name__ == "__main__":
         if trainable and global_step >= schedule.next_step:
             # accuracy on what the RNet has not trained on yet (Appendix B)
             newest = min(ring.unseen, 12_288 // args.num_envs, ring.size - rnet.m)  # a frame comes with the m before it
+            if embeddings is not None:  # made for the cost by the same network, with one row more than the ring has
+                newest = min(newest, len(embeddings) - 1)
             rows = ring.rows(newest)
             *triplets, count = sample_heldout(
                 ring.ages[rows], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
             )
             if int(count) > 0:
-                with torch.inference_mode():
-                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m).flatten(0, 1)
+                with torch.inference_mode(), torch.autocast(device.type, enabled=device.type == "cuda"):
+                    if embeddings is None:
+                        unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m)
+                    else:
+                        unseen = embeddings[-newest - 1 : -1]
+                    unseen = unseen.flatten(0, 1)
                     anchors, positives, negatives = (part * args.num_envs + triplets[3] for part in triplets[:3])
                     positive_logits = compare_pairs(rnet, unseen, anchors, positives)
                     negative_logits = compare_pairs(rnet, unseen, anchors, negatives)

@@ -914,13 +914,19 @@ if __name__ == "__main__":
         if trainable and global_step >= schedule.next_step:
             # accuracy on what the RNet has not trained on yet (Appendix B)
             newest = min(ring.unseen, 12_288 // args.num_envs, ring.size - rnet.m)  # a frame comes with the m before it
+            if embeddings is not None:  # made for the cost by the same network, with one row more than the ring has
+                newest = min(newest, len(embeddings) - 1)
             rows = ring.rows(newest)
             *triplets, count = sample_heldout(
                 ring.ages[rows], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
             )
             if int(count) > 0:
                 with torch.inference_mode():
-                    unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m).flatten(0, 1)
+                    if embeddings is None:
+                        unseen = embed_frames(rnet.embed, ring.frames, ring.depths, rows, rnet.m)
+                    else:
+                        unseen = embeddings[-newest - 1 : -1]
+                    unseen = unseen.flatten(0, 1)
                     anchors, positives, negatives = (part * args.num_envs + triplets[3] for part in triplets[:3])
                     positive_logits = compare_pairs(rnet, unseen, anchors, positives)
                     negative_logits = compare_pairs(rnet, unseen, anchors, negatives)

@@ -152,7 +152,7 @@ def hand_resnet(network, x, blocks, width):
             assert x.shape[1] == width * 2**stage
     assert next(residuals, None) is None
     features = F.linear(x.reshape(len(x), -1), network.dense.weight, network.dense.bias).clamp(min=0)
-    assert features.shape[1] == 512
+    assert features.shape[1] == 8 * width
     return features
 
 
@@ -184,7 +184,7 @@ def judge(rnet, early, late):
         x = torch.cat([images(late), images(late) - images(early)], 1)
         x, layers = hand_resnet(rnet.network[0], x, (2, 2, 1), 4), rnet.network[1:]
     linears = [layer for layer in layers if hasattr(layer, "weight")]
-    assert [layer.out_features for layer in linears] == (4 - hasattr(rnet, "branch") - 1) * [512] + [1]
+    assert [layer.out_features for layer in linears] == (4 - hasattr(rnet, "branch") - 1) * [32] + [1]
     for layer in linears[:-1]:
         x = F.linear(x, layer.weight, layer.bias).clamp(min=0)
     return F.linear(x, linears[-1].weight, linears[-1].bias)[:, 0]

@@ -527,7 +527,7 @@ def test_parts_stay_on_the_device(dmlab):
     with torch.inference_mode():
         embeddings = dmlab.embed_frames(rnet.embed, ring.frames, ring.depths, ring.rows(ring.size), rnet.m)
         cost = dmlab.ksp_cost(rnet, embeddings, ages[30:].numpy(), 2, 1, 10, 90.0)
-    assert embeddings.shape == (50, 4, 2, 512) and cost.device == META
+    assert embeddings.shape == (50, 4, 2, 32) and cost.device == META
 
 
 # NETWORKS AND SETTINGS ###############################################################################################

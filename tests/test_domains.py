@@ -173,7 +173,7 @@ def test_networks_follow_the_domain(name):
             widths = [block.conv2.out_channels for block in rnet.branch.blocks if hasattr(block, "conv2")]
             assert widths == [4, 4, 8, 8, 16, 16, 32, 32] and rnet.m == m
             assert rnet.branch.blocks[0].in_channels == channels
-            assert [part.out_features for part in rnet.head if hasattr(part, "weight")] == [512, 512, 512, 1]
+            assert [part.out_features for part in rnet.head if hasattr(part, "weight")] == [32, 32, 32, 1]
         assert module.make_rnet(robots, parse(name, f"--env-id {REACH}")).early.in_features == 16
 
 

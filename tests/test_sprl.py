@@ -363,9 +363,10 @@ def test_reward_of_a_run_is_eq_15(run, num_samples):
 
 
 def test_heldout_accuracy_of_a_run(script, run):
-    """Measured before the network trains, on the two rollouts since it last did, frame by frame."""
+    """Measured before the network trains, on the two rollouts since it last did or as many rows of them as the cost was
+    asked of, frame by frame."""
     probes = {
-        "UPDATE RNET": "torch_rng = torch.get_rng_state()\n" + snapshot("torch_rng obs ages past rnet"),
+        "UPDATE RNET": "torch_rng = torch.get_rng_state()\n" + snapshot("torch_rng obs ages past rnet embeddings"),
         "LOG": "trace[-1]['charts'] = dict(charts)",
     }
     result = run(SPRL + steps(6), probes=probes)
@@ -378,6 +379,9 @@ def test_heldout_accuracy_of_a_run(script, run):
         frames, ages = (
             torch.cat([torch.as_tensor(r[name][r["past"] : -1]) for r in rollouts]) for name in ("obs", "ages")
         )
+        assert (shot["embeddings"] is not None) == (i > 1)
+        if i > 1:
+            frames, ages = frames[-len(shot["embeddings"]) + 1 :], ages[-len(shot["embeddings"]) + 1 :]
         torch.set_rng_state(shot["torch_rng"])
         *rows, envs, _ = script.sample_heldout(ages, args.k, args.tolerance, args.negative_bias, args.heldout_pairs)
         scores = pair_scores(shot["rnet"], frames)
