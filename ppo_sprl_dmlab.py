@@ -1073,7 +1073,8 @@ def save_checkpoint(progress, learned, path):
     except (OSError, RuntimeError) as error:  # a full disk must not end the run, nor cost the older checkpoint
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
-        warn(f"could not save {path}, an older one stays: {error.__context__ or error!r:.100}")
+        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch hides the disk's own words
+        warn(f"could not save {path}, an older one stays: {cause!r:.100}")
         return False
 
 

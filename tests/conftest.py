@@ -22,6 +22,7 @@ from hypothesis import settings
 from matplotlib.figure import Figure
 from minigrid.core.actions import Actions
 from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_*.py"))
@@ -101,12 +102,13 @@ def run(tmp_path, monkeypatch):
             path.write_text(probed((ROOT / script_name).read_text(), probes))
         monkeypatch.setattr(sys, "argv", [script_name, *flags.split()])
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        thread_hook = threading.excepthook
         try:
             return runpy.run_path(str(path), {"trace": []}, run_name="__main__")
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            threading.excepthook = threading.__excepthook__
+            threading.excepthook = thread_hook
 
     return run
 
@@ -121,6 +123,19 @@ def assert_same_parameters(first, second):
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert not different, f"not bitwise equal: {different}"
+
+
+def read_charts(paths):
+    """{step: {chart: value}} of event files in the order they were written; a restart hides what it repeats."""
+    curve = {}
+    for path in paths:
+        for event in EventFileLoader(str(path)).Load():
+            if event.session_log.status:
+                curve = {step: row for step, row in curve.items() if step < event.step}
+            for value in event.summary.value:
+                if "SPS" not in value.tag and "text" not in value.tag:
+                    curve.setdefault(event.step, {})[value.tag] = tuple(value.tensor.float_val)
+    return curve
 
 
 def farama(script, env_id):
@@ -196,6 +211,7 @@ def shared_run(tmp_path_factory):
         if key not in kept:
             folder, printed = tmp_path_factory.mktemp("run"), io.StringIO()
             handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            thread_hook = threading.excepthook
             with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
                 patched.chdir(folder)
                 patched.setattr(Figure, "savefig", lambda *_, **__: None)
@@ -207,7 +223,7 @@ def shared_run(tmp_path_factory):
                 finally:
                     for number, handler in handlers.items():
                         signal.signal(number, handler)
-                    threading.excepthook = threading.__excepthook__
+                    threading.excepthook = thread_hook
             kept[key] = result, printed.getvalue(), folder
         return kept[key]
 

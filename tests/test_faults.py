@@ -6,28 +6,28 @@ import resource
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import BATCH, CANONICAL, FOUR_ROOMS, PPO, ROOT, SCRIPTS, SPRL, load, steps
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import BATCH, CANONICAL, FOUR_ROOMS, PPO, ROOT, SCRIPTS, SPRL, load, read_charts, steps
 
 CHECKPOINT, OFTEN = "runs/small/agent.pt", f" --checkpoint-interval {2 * BATCH}"
 
 
-def charted(folder="runs/small", chart="losses/value_loss"):
-    """The iterations of which TensorBoard has this chart."""
-    events = EventAccumulator(folder).Reload()
-    return [event.step // BATCH for event in events.Scalars(chart)] if chart in events.Tags()["scalars"] else []
+def charted(folder="runs/small"):
+    """The iterations that TensorBoard has."""
+    paths = sorted(Path(folder).glob("events*"), key=lambda path: path.stat().st_mtime_ns)
+    return [step // BATCH for step in read_charts(paths)]
 
 
 def said(captured):
     """The lines of stderr that are not the progress bar's."""
     lines = captured.readouterr().err.replace("\r", "\n").split("\n")
-    return [line for line in lines if line.strip() and "step/s" not in line and "?step" not in line]
+    return [line for line in lines if line.strip() and "step/s" not in line and "s/step" not in line]
 
 
 def at(iteration, *lines):
@@ -78,10 +78,10 @@ def test_disk_full_for_a_while(disk, run, capfd):
     assert result["trace"] == [2] and torch.load(CHECKPOINT, weights_only=True)["iteration"] == 20
     assert len(result["history"]) == 20
     assert sum("TensorBoard fails" in line for line in lines) == 1
-    assert sum(f"could not save runs/small/agent.pt, an older one stays: {'OSError'}" in line for line in lines) == 6
+    assert sum("could not save runs/small/agent.pt, an older one stays: OSError" in line for line in lines) == 6
     assert len(lines) == 7 and all(line.startswith(f"{CANONICAL}: warning: ") for line in lines), lines
     iterations = charted()
-    assert iterations[:3] == [1, 2, 3] and iterations[-4:] == [17, 18, 19, 20][-len(iterations[-4:]) :]
+    assert iterations[:3] == [1, 2, 3] and iterations[-4:] == [17, 18, 19, 20]
     assert len(iterations) < 20 and os.listdir("runs/small").count("agent.pt.tmp") == 0
 
 
@@ -208,10 +208,13 @@ def test_every_world_has_a_range_of_rewards(name):
         assert script.find_fault(world, np.zeros((3, 5), np.uint8), 0 * rewards) is None
 
 
+LAST_GRADIENT = (  # of four
+    "agent.critic.bias.register_hook(lambda grad: grad * (torch.inf if calls.append(0) or len(calls) == 4 else 1))"
+)
 BROKEN = {  # the chart that is named, the probe that breaks it in the third iteration, the last checkpoint
-    "losses/policy_loss": ({"UPDATE POLICY": at(3, "advantages[0, 0] = torch.nan")}, 2),
-    "losses/value_loss": ({"UPDATE POLICY": at(3, "returns[0, 0] = torch.inf")}, 2),
-    "losses/grad_norm": ({"UPDATE POLICY": at(3, "agent.critic.bias.register_hook(lambda grad: grad * torch.inf)")}, 2),
+    "losses/policy_loss": ({"UPDATE POLICY": at(3, "advantages[:] = torch.nan")}, 2),
+    "losses/value_loss": ({"UPDATE POLICY": at(3, "returns[:] = torch.inf")}, 2),
+    "losses/grad_norm": ({"UPDATE POLICY": at(3, "calls = []", LAST_GRADIENT)}, 2),
     "rnet/loss": ({"UPDATE RNET": at(4, "rnet.head[-1].bias.data.fill_(torch.nan)")}, 3),
 }
 
@@ -247,7 +250,10 @@ def run_oddly(run, flags, iterations=16):
     words = dict(zip(flags.split(), flags.split()[1:]))
     total = iterations * int(words["--num-envs"]) * int(words["--num-steps"])
     result = run(f"{flags} --total-timesteps {total}", probes={"CHECKPOINT": "trace.append(charts)"})
-    assert len(result["trace"]) == iterations and np.isfinite([[*c.values()][0] for c in result["trace"]]).all()
+    assert (
+        len(result["trace"]) == iterations
+        and np.isfinite([value for charts in result["trace"] for value in charts.values()]).all()
+    )
     assert all(p.isfinite().all() for name in ("agent", "rnet") for p in result[name].parameters())
     return result
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BATCH, SPRL
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from conftest import BATCH, SPRL, read_charts
 
 ITERATIONS, INTERVAL = 44, 2 * BATCH
 FLAGS = (
@@ -40,19 +39,6 @@ def read_checkpoint(folder):
     """None if there is none; a corrupt one raises."""
     path = folder / "agent.pt"
     return torch.load(path, weights_only=True) if path.exists() else None
-
-
-def read_charts(paths):
-    """{step: {chart: value}} of event files in the order they were written; a restart hides what it repeats."""
-    curve = {}
-    for path in paths:
-        for event in EventFileLoader(str(path)).Load():
-            if event.session_log.status:
-                curve = {step: row for step, row in curve.items() if step < event.step}
-            for value in event.summary.value:
-                if "SPS" not in value.tag and "text" not in value.tag:
-                    curve.setdefault(event.step, {})[value.tag] = tuple(value.tensor.float_val) or value.simple_value
-    return curve
 
 
 def same(first, second):
