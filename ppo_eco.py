@@ -178,7 +178,7 @@ DOMAINS = {  # the paper's settings where a domain's differ from the defaults ab
     "minigrid": {},
     "atari": dict(
         total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3, k=12,
-        ring_size=30_000, negative_bias=80, rnet_intervals=(6_000, 150_000, 150_000), rnet_triplets=15_000,
+        ring_size=30_000, negative_bias=80, rnet_intervals=(6_000, 150_000, 150_000),
         rnet_learning_rate=3e-4, rnet_weight_decay=0.03, heldout_pairs=7_500,
     ),
     "fetch": dict(
@@ -187,7 +187,7 @@ DOMAINS = {  # the paper's settings where a domain's differ from the defaults ab
         heldout_pairs=7_500,
     ),
     "dmlab": dict(
-        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0021, bonus_scale=0.03, k=5, rnet_triplets=15_000,
+        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0021, bonus_scale=0.03, k=5,
         rnet_learning_rate=3e-4,
     ),
 }  # fmt: skip

@@ -135,7 +135,7 @@ class Args:
     """steps between RNet trainings in the first 1M steps, the next 1M, then (paper: 6K, 12K, 36K; Atari 6K, 150K)"""
     rnet_start: int = 15_000
     """steps in the ring before the first RNet training (authors' code: 15K)"""
-    rnet_triplets: int = 15_000
+    rnet_triplets: int = 2_500
     """most triplets, two pairs each, of one RNet training (authors' code: 15K, one epoch)"""
     rnet_batch_size: int = 64
     """triplets per RNet minibatch (authors' code: 64)"""

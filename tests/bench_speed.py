@@ -76,7 +76,7 @@ class Args:
     iterations: int = 8
     """iterations that are measured"""
     burn_in: int = 2
-    """iterations before them that are not"""
+    """iterations before them that are not, besides those that fill the ring"""
     repetitions: int = 3
     """how often every method is measured"""
     threads: int = 2
@@ -92,8 +92,9 @@ class Args:
 
 
 # ONE MEASUREMENT #####################################################################################################
-def run_script(command, iterations, burn_in):
-    """Runs a script's main block with a clock at each section; returns seconds per part, steps/s and the namespace."""
+def run_script(command, fill, burn_in, iterations):
+    """Runs a script's main block with a clock at each section; returns seconds per part, steps/s and the namespace. The
+    first `fill` iterations play only: a ring costs what it costs when it is full."""
     script, *argv = command.split()
     source = (ROOT / script).read_text()
     source = re.sub(r"^( +)# ([A-Z ]+) #{9,}\n", r"\g<0>\g<1>tick('\2', globals())\n", source, flags=re.M)
@@ -121,10 +122,15 @@ def run_script(command, iterations, burn_in):
                 namespace["agent"].get_action_and_value = timed(
                     namespace["agent"].get_action_and_value, "policy forward"
                 )
-            if state["iteration"] == 1 + burn_in:
+            if fill and state["iteration"] == 1:
+                state["epochs"], state["next_step"] = namespace["args"].update_epochs, namespace["schedule"].next_step
+                namespace["args"].update_epochs, namespace["schedule"].next_step = 0, float("inf")
+            if fill and state["iteration"] == 1 + fill:
+                namespace["args"].update_epochs, namespace["schedule"].next_step = state["epochs"], state["next_step"]
+            if state["iteration"] == 1 + fill + burn_in:
                 seconds.clear()
                 state["start"] = now
-            if state["iteration"] == 1 + burn_in + iterations:
+            if state["iteration"] == 1 + fill + burn_in + iterations:
                 state["end"] = now
         state["part"], state["since"] = SECTIONS.get(section, "rest"), time.perf_counter()
 
@@ -252,13 +258,19 @@ def child(args):
     else:
         command = args.child if "--env-id" in args.child else f"{args.child} --env-id {args.env_id}"
         source = (ROOT / command.split()[0]).read_text()
-        batch_size = 1
-        for name in ("num_envs", "num_steps"):  # as the command says, else as the script does
-            given = re.search(rf"--{name.replace('_', '-')} (\d+)", command)
-            batch_size *= int((given or re.search(rf"{name}: int = (\d+)", source))[1])
-        iterations = args.burn_in + args.iterations + 1  # one more, whose start ends the last that is measured
+
+        def setting(name):  # as the command says, else as the script does
+            given = re.search(rf"--{name.replace('_', '-')} (\d+)", command) or re.search(
+                rf"{name}: int = ([\d_]+)", source
+            )
+            return int(given[1]) if given else 0
+
+        batch_size = setting("num_envs") * setting("num_steps")
+        has_ring = "--cost-scale 0" not in command and "--rnet oracle" not in command
+        fill = -(-setting("ring_size") // batch_size) if has_ring else 0
+        iterations = fill + args.burn_in + args.iterations + 1  # one more, whose start ends the last that is measured
         command += f" --total-timesteps {iterations * batch_size}"
-        parts, sps, namespace = run_script(command, args.iterations, args.burn_in)
+        parts, sps, namespace = run_script(command, fill, args.burn_in, args.iterations)
         gflops = update_gflop(namespace) * args.iterations / parts["policy update"]
         result = {"sps": sps, "parts": parts, "gflops": gflops, "steps": args.iterations * batch_size}
     result["machine_gflops"] = machine_gflops()
@@ -267,8 +279,8 @@ def child(args):
 
 
 # ALL MEASUREMENTS ####################################################################################################
-def measure(command, args, burn_in=2):
-    line = [sys.executable, __file__, "--child", command, "--env-id", args.env_id, "--burn-in", str(burn_in)]
+def measure(command, args):
+    line = [sys.executable, __file__, "--child", command, "--env-id", args.env_id, "--burn-in", str(args.burn_in)]
     line += ["--iterations", str(args.iterations), "--threads", str(args.threads)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
@@ -382,15 +394,13 @@ def scaling(args):
             flags = dict(zip(base.split()[::2], base.split()[1::2]))
             flags |= dict(zip(changed.split()[::2], changed.split()[1::2]))
             flags = " ".join(f"{flag} {setting}" for flag, setting in flags.items())
-            # a ring costs what it costs when it is full: the largest one's fill comes before all ring measurements
-            sprl = f"{METHODS['sprl']} {flags}", 20 if name == "ring size" else 2
-            points[name, value] = (f"{METHODS['ppo']} {flags if shared else base}", 2), sprl
+            points[name, value] = f"{METHODS['ppo']} {flags if shared else base}", f"{METHODS['sprl']} {flags}"
     jobs = list(dict.fromkeys(job for pair in points.values() for job in pair))
     for repetition in range(args.repetitions):
         for number, job in enumerate(jobs, 1):
-            runs[job].append(measure(job[0], args, burn_in=job[1]))
+            runs[job].append(measure(job, args))
             where = f"repetition {repetition + 1} of {args.repetitions}, {number} of {len(jobs)}"
-            print(f"{where}, {job[0]}: {runs[job][-1]['sps']:.0f} steps/s", file=sys.stderr)
+            print(f"{where}, {job}: {runs[job][-1]['sps']:.0f} steps/s", file=sys.stderr)
 
     def constraint(run):  # milliseconds per 1000 steps in the cost and in the RNet's training
         return 1e6 * (run["parts"]["intrinsic reward"] + run["parts"]["rnet update"]) / run["steps"]

@@ -536,7 +536,7 @@ def test_networks_and_defaults(dmlab):
     args = dmlab.Args()
     wanted = dict(
         learning_rate=3e-4, ent_coef=0.004, k=10, tolerance=1, num_tolerance_samples=200, negative_bias=20,
-        positive_bias=5, cost_scale=0.06, cost_bias=0.5, max_grad_norm=10, rnet_triplets=15_000,
+        positive_bias=5, cost_scale=0.06, cost_bias=0.5, max_grad_norm=10, rnet_triplets=2_500,
         rnet_learning_rate=3e-4, rnet_weight_decay=1e-4, ring_size=60_000, rnet_intervals=(6_000, 12_000, 36_000),
         heldout_pairs=15_000, rnet_batch_size=64, label_smoothing=0.1, rnet_ready_accuracy=0.75, rnet_width=64,
         stack_observations=0, num_envs=12, num_steps=256, env_id=SMALL, engine="auto", total_timesteps=20_000_000,

@@ -35,7 +35,7 @@ TABLE = {
     ),
     (ECO, MONTEZUMA): MEMORY | ON_ATARI | RARELY | dict(
         k=12, negative_bias=80, bonus_scale=0.001, rnet_weight_decay=0.03, rnet_learning_rate=3e-4,
-        rnet_triplets=15_000,
+        rnet_triplets=2_500,
     ),
     (ECO, REACH): MEMORY | ON_FETCH | RARELY | dict(
         ent_coef=0.001, k=10, negative_bias=12, bonus_scale=0.0001, bonus_bias=1.0,
@@ -50,7 +50,7 @@ TABLE = {
     (ECO, LARGE): MEMORY | ON_DMLAB | dict(
         ent_coef=0.0021, k=5, negative_bias=20, bonus_scale=0.03, bonus_bias=0.5, ring_size=60_000,
         heldout_pairs=15_000, rnet_intervals=(6_000, 12_000, 36_000), rnet_weight_decay=1e-4, rnet_learning_rate=3e-4,
-        rnet_triplets=15_000, rnet_width=64,
+        rnet_triplets=2_500, rnet_width=64,
     ),
     (ICM, GOAL_SMALL): ON_DMLAB | dict(
         ent_coef=0.0042, bonus_scale=0.55, bonus_clip=1.0, forward_loss_weight=0.96, icm_loss_scale=64.0,
@@ -58,7 +58,7 @@ TABLE = {
     (GT_GRID, MANY): ON_DMLAB | dict(ent_coef=0.0066, bonus_scale=0.0525, cell_size=30),
     (ATARI, None): RNET | ON_ATARI | RARELY | dict(
         k=12, tolerance=1, num_tolerance_samples=200, cost_percentile=90.0, negative_bias=80, cost_scale=0.05,
-        cost_bias=0.0, rnet_weight_decay=0.03, rnet_learning_rate=3e-4, rnet_triplets=15_000,
+        cost_bias=0.0, rnet_weight_decay=0.03, rnet_learning_rate=3e-4, rnet_triplets=2_500,
         rnet_input="pixel-difference",
     ),
     (FETCH, None): RNET | ON_FETCH | RARELY | dict(
