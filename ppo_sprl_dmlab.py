@@ -1182,7 +1182,7 @@ if __name__ == "__main__":
     schedule = Schedule(args.rnet_start, ready=False)
     if method == "sprl":
         rnet = make_rnet(envs, args).to(device).eval()
-        rnet_optimizer = torch.optim.AdamW(  # as a penalty in Adam's gradient a decay of 0.03 leaves nothing to learn
+        rnet_optimizer = torch.optim.Adam(
             rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay, fused=True
         )
         ring = Ring(args.ring_size // args.num_envs, args.num_envs, obs_shape, obs_dtype, device)
