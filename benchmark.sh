@@ -52,9 +52,8 @@ block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embeddin
   local env
   for env in MontezumaRevenge-v5 Freeway-v5 MsPacman-v5 Gravitar-v5 Seaquest-v5 Hero-v5; do
     runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0
-    runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 --k 12 --num-tolerance-samples 200 \
-      --negative-bias 80 --rnet-triplets 15000
-    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --k 12 --negative-bias 80 --rnet-triplets 15000
+    runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 --k 12 --num-tolerance-samples 200 --negative-bias 80
+    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --k 12 --negative-bias 80
     runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 --forward-loss-weight 1 --icm-loss-scale 1
   done
   runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 --cell-size 16
@@ -66,9 +65,9 @@ block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
     runs 4 20000000 ppo "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0 --learning-rate 0.00019 \
       --ent-coef 0.0011 --max-grad-norm 0.5
     runs 4 20000000 sprl "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0.06 --cost-bias 0.5 --k 10 \
-      --num-tolerance-samples 200 --learning-rate 0.0003 --ent-coef 0.004 --max-grad-norm 10 --rnet-triplets 15000
+      --num-tolerance-samples 200 --learning-rate 0.0003 --ent-coef 0.004 --max-grad-norm 10
     runs 4 20000000 eco "$env" ppo_eco.py --engine "$engine" --bonus-scale 0.03 --bonus-bias 0.5 --k 5 "$flags" \
-      --ent-coef 0.0021 --rnet-triplets 15000
+      --ent-coef 0.0021
     runs 4 20000000 icm "$env" ppo_icm.py --engine "$engine" --bonus-scale 0.55 --bonus-clip 1 \
       --forward-loss-weight 0.96 --icm-loss-scale 64 "$flags" --ent-coef 0.0042
     runs 4 20000000 gt-grid "$env" ppo_gtgrid.py --engine "$engine" --bonus-scale 0.0525 --cell-size 30 "$flags" \
@@ -214,7 +213,7 @@ if [[ -n $dry ]]; then
 fi
 if [[ -n $task ]]; then # one task of the array
   ((task <= ${#names[@]})) || die "--task $task, accepted: 1 to ${#names[@]}"
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+  export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
   train $((task - 1)); code=$?
   ((code == 75)) && echo "another benchmark.sh is at ${names[task - 1]}" >&2
   exit $code
@@ -236,6 +235,7 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
 fi
 
 # ALL RUNS ############################################################################################################
+export PYTHONUNBUFFERED=1 # a log's last line must be the last that was said
 ((workers > 1)) && export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 step_of() { # the step that run i has reached, read off the progress bar in its log
   tail -c 4000 "runs/${names[$1]}/log.txt" 2> /dev/null | tr '\r' '\n' | awk '/^\$ / && !/--resume/ {n = 0}

@@ -593,17 +593,18 @@ def save_checkpoint(progress, learned, path):
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
         cause = error if isinstance(error, OSError) else error.__context__ or error  # torch hides the disk's own words
-        warn(f"could not save {path}, an older one stays: {cause!r:.100}")
+        older = "an older one stays" if os.path.exists(path) else "there is none yet"
+        warn(f"could not save {path}, {older}: {cause!r:.100}")
         return False
 
 
 def load_checkpoint(path, script):
     """Reads a checkpoint without running any code in it; says in one line what is wrong with a bad one."""
     if not os.path.isfile(path):
-        fail(f"--resume {path}: no such file")
+        fail(f"--resume {path}: no such file, accepted: an agent.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        found = checkpoint["script"]
+        found, _ = checkpoint["script"], dict(checkpoint["args"])["env_id"]
     except Exception as error:
         fail(f"--resume {path} is not a readable checkpoint, truncated or not one: {error!r:.100}")
     if found != script:
@@ -620,6 +621,12 @@ class TensorBoard(SummaryWriter):
         for name, value in charts.items():
             self.add_scalar(name, value, step)
         self.flush()  # a checkpoint must not know more than the charts do
+
+
+def quiet_excepthook(failed):
+    """What TensorBoard's thread cannot write is said by log_charts, without its traceback."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread" or not isinstance(failed.exc_value, OSError):
+        threading.__excepthook__(failed)
 
 
 def log_charts(sinks, charts, global_step):
@@ -738,15 +745,17 @@ if __name__ == "__main__":
                 if name in checkpoint:
                     part.load_state_dict(checkpoint[name])
             envs.load_state_dict(checkpoint["worlds"])
-        except (RuntimeError, ValueError, IndexError) as error:
+            if ring:
+                ring.unseen = 0  # the window starts empty, and what is in it is asked of the held-out pairs
+            first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
+            elapsed = checkpoint["elapsed"]
+            history = checkpoint["history"]
+            recent.extend(checkpoint["recent"])
+            np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
+            torch.set_rng_state(checkpoint["torch_rng"])
+            torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
-        first_iteration, global_step = checkpoint["iteration"] + 1, checkpoint["global_step"]
-        elapsed = checkpoint["elapsed"]
-        history = checkpoint["history"]
-        recent.extend(checkpoint["recent"])
-        np.random.set_state(("MT19937", checkpoint["numpy_rng"][0].numpy(), *checkpoint["numpy_rng"][1:]))
-        torch.set_rng_state(checkpoint["torch_rng"])
-        torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
 
     run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
     run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
@@ -763,8 +772,7 @@ if __name__ == "__main__":
         "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
         "gymnasium": gym.__version__, "envpool": envpool.__version__,
     }  # fmt: skip
-    # what TensorBoard's thread cannot write is said by log_charts
-    threading.excepthook = lambda failed: isinstance(failed.exc_value, OSError) or threading.__excepthook__(failed)
+    threading.excepthook = quiet_excepthook
     table = "\n".join(f"|{key}|{value}|" for key, value in {**vars(args), **versions, "command": command}.items())
     try:
         sinks = {"TensorBoard": TensorBoard(run_dir, purge_step=global_step + 1 if checkpoint else None)}
@@ -772,6 +780,7 @@ if __name__ == "__main__":
         sinks["TensorBoard"].flush()
     except OSError as error:
         fail(f"--run-name {args.run_name}: {run_dir} cannot be written, accepted: a folder that can ({error!r:.100})")
+    wandb_id = checkpoint and checkpoint.get("wandb_id")  # a resumed run goes on with its own charts
     if args.track:
         try:
             import wandb
@@ -779,8 +788,9 @@ if __name__ == "__main__":
             sinks["W&B"] = wandb.init(
                 project=args.wandb_project_name, entity=args.wandb_entity, name=os.path.basename(run_dir), dir=run_dir,
                 config={**asdict(args), **versions, "command": command}, group=args.env_id, job_type=method,
-                tags=[method, args.env_id],
+                tags=[method, args.env_id], id=wandb_id, resume="allow",
             )  # fmt: skip
+            wandb_id = sinks["W&B"].id
         except Exception as error:
             warn(f"W&B cannot be reached, going on without it: {error!r:.100}")
     print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
@@ -815,7 +825,7 @@ if __name__ == "__main__":
                 action, logprob, _, value = agent.get_action_and_value(policy_obs)
             actions[step], logprobs[step], values[step] = action, logprob, value
             next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
-            fault = find_fault(envs, next_obs, reward)
+            fault = None if stop_signals else find_fault(envs, next_obs, reward)  # a stop may reach the workers too
             if fault:
                 fault = f"{args.env_id} at step {global_step + (step + 1) * args.num_envs}: {fault}"
                 break
@@ -951,6 +961,7 @@ if __name__ == "__main__":
             if batch_accuracies:
                 batch_accuracies = torch.stack(batch_accuracies).tolist()
                 charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
+                charts["rnet/grad_norm"] = nn.utils.get_total_norm([part.grad for part in rnet.parameters()])
                 embeddings, ring.unseen = None, 0
             schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
             charts |= {"rnet/triplets": count, "rnet/ready": float(schedule.ready)}
@@ -995,6 +1006,7 @@ if __name__ == "__main__":
             "next_done": next_done.tolist(), "episode_returns": episode_returns.tolist(),
             "episode_lengths": episode_lengths.tolist(), "numpy_rng": [torch.from_numpy(numpy_rng[0]), *numpy_rng[1:]],
             "torch_rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state_all(),
+            "wandb_id": wandb_id,
         }  # fmt: skip
         if args.save_ring:
             kept = [part[: past + 1].clone() for part in (obs, depths, torch.from_numpy(ages))]
@@ -1025,11 +1037,11 @@ if __name__ == "__main__":
         + f"; {run_dir}/agent.pt, {run_dir}/curve.png"
         * kept
     )
-    for sink in sinks.values():
-        with contextlib.suppress(Exception):  # all is saved by now
-            sink.finish()
     if fault:
         resume = f"{run_dir}/agent.pt is the last good checkpoint" if kept else "no checkpoint was written yet"
         print(f"{script}: error: {fault}; {resume}", file=sys.stderr)
+    for sink in sinks.values():
+        with contextlib.suppress(Exception):  # all is saved by now
+            sink.finish()
     if fault or not saved:
         sys.exit(1)

@@ -23,7 +23,7 @@ while (($#)); do
     --minutes) minutes=$2 ;;
     --only) only=$2 ;;
     --limit) limit=$2 ;;
-    --python) python=$2 ;;
+    --python) python=$2 && [[ $2 == */* ]] && python=$(realpath -s "$2") ;;
     *) echo "soak.sh: unknown $1, accepted: --minutes, --only, --limit, --python" >&2; exit 2 ;;
   esac
   shift 2

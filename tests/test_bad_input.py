@@ -89,7 +89,9 @@ TABLE = [
     (ALL, "--resume hostile.pt", ("--resume", "hostile.pt")),
     (ALL, "--resume list.pt", ("--resume", "list.pt")),
     (ALL, "--resume other.pt", ("--resume", "other.pt", "ppo_other.py")),
+    (ALL, "--resume bare.pt", ("--resume", "bare.pt")),
     (ALL, "--run-name file/x", ("--run-name", "file/x")),
+    (ALL, "--run-name /proc/x", ("--run-name", "/proc/x")),  # nobody may write there, root included
 ]
 # of the rows for all scripts each is tried on two, in turn: they share the code that judges them
 CASES = [
@@ -111,7 +113,8 @@ def broken_files(tmp_path, monkeypatch):
     is no DeepMind Lab."""
     monkeypatch.setitem(sys.modules, "deepmind_lab", None)
     (tmp_path / "empty.pt").touch()
-    torch.save({"script": "ppo_other.py"}, tmp_path / "other.pt")
+    torch.save({"script": "ppo_other.py", "args": {"env_id": "World-v0"}}, tmp_path / "other.pt")
+    torch.save({"script": "ppo_sprl_minigrid.py"}, tmp_path / "bare.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "truncated.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:-200])
     (tmp_path / "hostile.pt").write_bytes(pickle.dumps(Hostile()))
@@ -132,6 +135,20 @@ def test_wrong_invocation(name, flags, words, run, broken_files, tmp_path, capfd
     assert end.value.code == 2 and said.count("\n") == 0, said
     assert said.startswith(f"{name}: error: ") and all(word in said for word in words), said
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
+
+
+@pytest.mark.parametrize("missing", ["worlds", "next_obs", "numpy_rng", "elapsed", "history"])
+def test_checkpoint_that_lacks_something(run, tmp_path, capfd, missing):
+    run(f"{SMALL} --cost-scale 0 --run-name one{steps(1)}")
+    path = tmp_path / "runs" / "one" / "agent.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint[missing]
+    torch.save(checkpoint, path)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run(f"--resume {path}{steps(2)}")
+    said = capfd.readouterr().err.strip()
+    assert end.value.code == 2 and said.count("\n") == 0 and f"--resume {path} does not fit" in said, said
 
 
 @pytest.mark.parametrize("other", ["MiniGrid-KeyDoors-7x7-v0", "MiniGrid-FourRooms-11x11-v0"])

@@ -825,3 +825,23 @@ def test_run_on_the_real_engine_survives_a_dead_worker(name, flags, run, engine,
     checkpoint = torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)
     assert checkpoint["iteration"] == 2 and checkpoint["args"]["engine"] == "deepmind_lab"
     assert [row["length"] for row in checkpoint["history"]] == [6, 6] and len(checkpoint["history"]) == 2
+
+
+def test_killed_worker_is_a_fault(run, engine, capsys, tmp_path):
+    kill = "if iteration == 3:\n    os.kill(envs.processes[0].pid, signal.SIGKILL)\n"
+    with pytest.raises(SystemExit) as exit_:
+        run(f"{RUNS[DMLAB]} --env-id {SMALL} --total-timesteps {6 * BATCH}", DMLAB, probes={"ROLLOUT": kill})
+    error = capsys.readouterr().err
+    assert exit_.value.code == 1 and "environment 0 of deepmind_lab died: no traceback, exit code -9" in error
+    assert torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)["iteration"] == 2
+
+
+def test_stop_of_the_whole_job_is_no_fault(run, engine, capsys, tmp_path):
+    """A cluster sends SIGTERM to all processes at once."""
+    step = "lambda actions: (signal.raise_signal(signal.SIGTERM), type(envs).step(envs, actions))[1]"
+    lines = "os.kill(envs.processes[0].pid, signal.SIGTERM)", "envs.processes[0].join()", f"envs.step = {step}"
+    probe = "\n".join(["if iteration == 3:", *(f"    {line}" for line in lines)]) + "\n"
+    run(f"{RUNS[DMLAB]} --env-id {SMALL} --total-timesteps {6 * BATCH}", DMLAB, probes={"ROLLOUT": probe})
+    printed = capsys.readouterr()
+    assert "stopped by SIGTERM, resume: " in printed.out and "error" not in printed.err
+    assert torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)["iteration"] == 2

@@ -46,14 +46,14 @@ def disk(request, run, tmp_path, monkeypatch):
     folder.mkdir()
     if request.param == "limit":
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        DISK.fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
+        DISK.fill = lambda size=5_000: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         DISK.clear = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     else:
         mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
         if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
             pytest.skip("may not mount; the other disk is tried everywhere")
 
-        def fill():
+        def fill(size=0):
             with pytest.raises(OSError), open(folder / "ballast", "wb", buffering=0) as file:
                 while True:
                     assert file.write(bytes(4096))
@@ -98,7 +98,7 @@ def test_disk_full_to_the_end(disk, run, capfd):
 
 def test_disk_full_at_the_start(disk, run, capfd):
     """There is nothing to lose yet, and the user is there to be told."""
-    DISK.fill()
+    DISK.fill(1_000)  # less than the table of settings
     with pytest.raises(SystemExit) as end:
         run(PPO + steps(1))
     DISK.clear()
@@ -135,12 +135,19 @@ def test_wandb_lost_in_the_middle(run, capfd, monkeypatch):
             raise ConnectionError("the network is gone")
         logged.append(step)
 
-    fake = SimpleNamespace(init=lambda **_: SimpleNamespace(log=log, finish=lambda: log({}, np.inf)))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    inits = []
+
+    def init(id=None, **_):
+        inits.append(id)
+        return SimpleNamespace(log=log, finish=lambda: log({}, np.inf), id=id or "abc")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     run(f"{PPO} --track{steps(4)}")
     (line,) = said(capfd)
     assert line.startswith(f"{CANONICAL}: warning: W&B fails at step 384, going on without it: ConnectionError")
     assert logged == [BATCH, 2 * BATCH] and charted() == [1, 2, 3, 4]
+    run(f"--resume {CHECKPOINT}{steps(5)}")
+    assert inits == [None, "abc"], "a resumed run goes on with its own charts, also where W&B was lost"
 
 
 def test_wandb_unreachable_at_the_start(tmp_path):
@@ -217,6 +224,7 @@ BROKEN = {  # the chart that is named, the probe that breaks it in the third ite
     "losses/value_loss": ({"UPDATE POLICY": at(3, "returns[:] = torch.inf")}, 2),
     "losses/grad_norm": ({"UPDATE POLICY": at(3, "calls = []", LAST_GRADIENT)}, 2),
     "rnet/loss": ({"UPDATE RNET": at(4, "rnet.head[-1].bias.data.fill_(torch.nan)")}, 3),
+    "rnet/grad_norm": ({"UPDATE RNET": at(4, "rnet.head[-1].bias.register_hook(lambda grad: grad * torch.inf)")}, 3),
 }
 
 
