@@ -58,7 +58,7 @@ def test_killed_twenty_times(lives, tmp_path):
     assert status == 0, (tmp_path / "stderr").read_text()
     rng, iteration = random.Random(8), rest / ITERATIONS
     deaths = [*IN_A_CHECKPOINT, *(("start", rng.uniform(0, start_up)) for _ in range(4))]
-    deaths += [("iterations", rng.randrange(4), rng.uniform(0, 1.5 * iteration)) for _ in range(20 - len(deaths))]
+    deaths += [("iterations", rng.randrange(3), rng.uniform(0, 1.5 * iteration)) for _ in range(20 - len(deaths))]
     rng.shuffle(deaths)
 
     kills, attempt, ends = 0, 0, []
