@@ -91,6 +91,7 @@ def live(job, tell):
 if __name__ == "__main__":
     import matplotlib.pyplot  # noqa: F401
     import torch
+    import torch._dynamo  # the first optimizer would import it, in every life anew
 
     torch.set_num_threads(1)
     runpy.run_path(str(SCRIPT))  # its imports; the main block is left alone
