@@ -46,14 +46,14 @@ def disk(request, run, tmp_path, monkeypatch):
     folder.mkdir()
     if request.param == "limit":
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        DISK.fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
+        DISK.fill = lambda most=5_000: resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         DISK.clear = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     else:
         mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
         if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
             pytest.skip("may not mount; the other disk is tried everywhere")
 
-        def fill():
+        def fill(most=0):
             with pytest.raises(OSError), open(folder / "ballast", "wb", buffering=0) as file:
                 while True:
                     assert file.write(bytes(4096))
@@ -98,7 +98,7 @@ def test_disk_full_to_the_end(disk, run, capfd):
 
 def test_disk_full_at_the_start(disk, run, capfd):
     """There is nothing to lose yet, and the user is there to be told."""
-    DISK.fill()
+    DISK.fill(500)
     with pytest.raises(SystemExit) as end:
         run(PPO + steps(1))
     DISK.clear()
