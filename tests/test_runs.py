@@ -101,7 +101,8 @@ def test_run_too_short_for_an_episode(run):
 def test_failed_write_keeps_the_older_checkpoint(script, tmp_path, monkeypatch, capsys):
     """The disk fills up in the middle of a write."""
     path, network = tmp_path / "agent.pt", torch.nn.Linear(2, 2)
-    script.save_checkpoint({"script": "me", "iteration": 1}, {"agent": network}, str(path))
+    progress = {"script": "me", "args": {"env_id": "World-v0"}, "iteration": 1}
+    script.save_checkpoint(progress, {"agent": network}, str(path))
     before = path.read_bytes()
 
     def write_half(_, file):
@@ -109,7 +110,7 @@ def test_failed_write_keeps_the_older_checkpoint(script, tmp_path, monkeypatch, 
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", write_half)
-    script.save_checkpoint({"script": "me", "iteration": 2}, {"agent": network}, str(path))
+    script.save_checkpoint(progress | {"iteration": 2}, {"agent": network}, str(path))
     assert path.read_bytes() == before and script.load_checkpoint(str(path), "me")["iteration"] == 1
     assert "No space left on device" in capsys.readouterr().err
 
