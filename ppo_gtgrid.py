@@ -6,8 +6,8 @@ The cells come from the agent's true position, which no other method is told.
     python ppo_gtgrid.py                                             # on FourRooms-7x7, minutes on a laptop
     python ppo_gtgrid.py --env-id MiniGrid-KeyDoors-7x7-v0 --bonus-scale 0.03
 
-Differences from the paper: those of ppo_sprl_minigrid.py, beside which this file is meant to be read. On
-DeepMind Lab the worlds are those of ppo_sprl_dmlab.py, which must then lie beside it.
+Differences from the paper: those of ppo_sprl_minigrid.py, beside which this file is meant to be read. On DeepMind Lab
+the worlds are those of ppo_sprl_dmlab.py, which must then lie beside it.
 """
 
 import argparse

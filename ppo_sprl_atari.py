@@ -5,7 +5,9 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
     python ppo_sprl_atari.py                                                      # Montezuma's Revenge, on a GPU
     python ppo_sprl_atari.py --env-id Freeway-v5 --rnet-width 16 --rnet-input embedding-difference   # bearable on a CPU
 
-Differences from the paper: a time limit bootstraps; `--rnet-input embedding-difference` is ours.
+Differences from the paper: a time limit bootstraps; the RNet's ResNet ends in an FC layer on all places and has
+GroupNorm, its weight decay is decoupled, a training has 2,500 triplets (README says why); `--rnet-input
+embedding-difference` is ours.
 """
 
 import contextlib
