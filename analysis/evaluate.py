@@ -243,7 +243,8 @@ def main(args):
         play(drawn, agent, *settings, np.array([3]), run.world_seed, args.greedy, frames)
     envs.close()
     _, returns, lengths = zip(*episodes)
-    print(summary(returns, lengths, args.seed))
+    engine = {"LabMazes": ", engine labmaze", "DeepMindLab": ", engine deepmind_lab"}.get(type(envs).__name__, "")
+    print(summary(returns, lengths, args.seed) + engine)  # the stand-in's scores are not DeepMind Lab's
     if args.video:
         try:
             print(f"{args.video}: {write_gif(frames, args.video)} frames, {os.path.getsize(args.video) / 1e3:.0f} kB")
