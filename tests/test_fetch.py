@@ -561,3 +561,18 @@ def test_parts_stay_on_the_device(fetch):
         logits = fetch.compare_pairs(rnet, embeddings.flatten(0, 1), heldout[0], heldout[1])
         cost = fetch.ksp_cost(rnet, embeddings, ages[30:].numpy(), 2, 1, 10, 90.0)
     assert logits.device == cost.device == META and cost.shape == (20, 4)
+
+
+def test_resumed_ring_has_no_held_out_rows(run):
+    """With --save-ring the ring comes back, but the window before the new episodes is empty: held-out pairs come from
+    new rows alone, whose embeddings are those of their frames."""
+    run(f"{SMALL} --save-ring{steps(3)}", FETCH)  # the RNet trains in iterations 2 and 4
+    probes = {
+        "ROLLOUT": "trace.append((ring.unseen, ring.size))",
+        "UPDATE RNET": "trace.append((embeddings, embed_frames(rnet.embed, obs, depths, torch.arange(len(obs)), 0)))",
+    }
+    result = run(f"--resume runs/small/agent.pt{steps(4)}", FETCH, probes=probes)
+    (unseen, size), (kept, anew) = result["trace"]
+    assert unseen == 0 and size == 3 * 32 and "rnet_accuracy" in result["history"][-1]
+    newest = 32  # rows of the one new rollout, without the frame after it
+    assert torch.allclose(kept[-newest - 1 :], anew[-newest - 1 :], atol=1e-5)
