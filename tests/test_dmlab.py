@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, fake_envs, load, random_ages
+from conftest import fake_envs, load, random_ages
 
 DMLAB, ECO, ICM, GT_GRID = "ppo_sprl_dmlab.py", "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
 SMALL, LARGE, MANY = "explore_goal_locations_small", "explore_goal_locations_large", "explore_object_rewards_many"
@@ -845,12 +845,3 @@ def test_stop_of_the_whole_job_is_no_fault(run, engine, capsys, tmp_path):
     printed = capsys.readouterr()
     assert "stopped by SIGTERM, resume: " in printed.out and "error" not in printed.err
     assert torch.load(tmp_path / "runs/small-deepmind_lab/agent.pt", weights_only=True)["iteration"] == 2
-
-
-def test_evaluate_names_the_engine(small_run, capsys):
-    sys.path.insert(0, str(ROOT / "analysis"))
-    import evaluate
-
-    _, _, folder = small_run
-    evaluate.main(evaluate.Args(f"{folder}/runs/small-labmaze/agent.pt", episodes=2))
-    assert capsys.readouterr().out.endswith("over 2 episodes (seed 1), engine labmaze\n")
