@@ -142,6 +142,10 @@ DOMAINS = {  # settings where a domain's differ from the defaults above, MiniGri
         total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0066, bonus_scale=0.0525, cell_size=30
     ),
 }  # fmt: skip
+ONLY = {  # settings that are not for every domain, and whose they are
+    "engine": ("dmlab",), "renderer": ("dmlab",), "level_cache": ("dmlab",), "encoding": ("minigrid",),
+    "max_episode_steps": ("minigrid", "atari"),
+}  # fmt: skip
 
 
 def find_domain(env_id):
@@ -207,6 +211,16 @@ def check_args(args):
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
+
+
+def check_domain(args):
+    """Refuses a setting that the worlds of --env-id would not look at."""
+    domain = find_domain(args.env_id)
+    for name, others in ONLY.items():
+        value = getattr(args, name)
+        if domain not in others and value != DOMAINS[domain].get(name, getattr(Args, name)):
+            flag = f"--{name.replace('_', '-')} {value}"
+            fail(f"{flag} says nothing to {args.env_id}, accepted: only with worlds of {', '.join(others)}")
 
 
 # ENVIRONMENT #########################################################################################################
@@ -704,6 +718,7 @@ if __name__ == "__main__":
         if checkpoint and engine != checkpoint["args"]["engine"]:
             fail(f"--resume {args.resume} was trained on {checkpoint['args']['engine']}, not on {engine}")
     check_args(args)
+    check_domain(args)
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
     method = "gt-grid" if args.bonus_scale else "ppo"

@@ -734,6 +734,12 @@ def make_envs(args):
     """From env_id, num_envs, engine, renderer and level_cache alone, so that other scripts can use it."""
     if choose_engine(args.engine) == "deepmind_lab":
         return DeepMindLab(args.env_id, args.num_envs, args.renderer, args.level_cache)
+    for name in ("renderer", "level_cache"):
+        value = getattr(args, name)
+        if value != getattr(Args, name):
+            fail(
+                f"--{name.replace('_', '-')} {value} says nothing to labmaze, accepted: only with --engine deepmind_lab"
+            )
     device = torch.device("cuda" if torch.cuda.is_available() and getattr(args, "cuda", True) else "cpu")
     return LabMazes(args.env_id, args.num_envs, device)
 

@@ -82,6 +82,13 @@ TABLE = [
     (LAB, "--env-id explore_goal_locations_tiny", ("--env-id", "explore_goal_locations_tiny", MAZE, *MAZES)),
     (LAB, "--env-id Lab", ("--env-id", "Lab", MAZE)),
     (LAB, f"--env-id {MAZE} --engine deepmind_lab", ("--engine", "deepmind_lab", "labmaze")),
+    ((ECO, ICM, GTGRID), "--engine labmaze", ("--engine labmaze", "MiniGrid-FourRooms-7x7-v0", "dmlab")),
+    ((ECO, ICM), "--env-id FetchReach-v4 --encoding raw", ("--encoding raw", "FetchReach-v4", "minigrid")),
+    ((ECO, ICM), "--env-id Freeway-v5 --n-substeps 4", ("--n-substeps 4", "Freeway-v5", "fetch")),
+    ((ECO,), "--rnet-width 16", ("--rnet-width 16", "atari, dmlab")),
+    ((ECO, ICM, GTGRID), f"--env-id {MAZE} --max-episode-steps 9", ("--max-episode-steps 9", MAZE, "minigrid, atari")),
+    (LAB, f"--env-id {MAZE} --renderer hardware", ("--renderer hardware", "labmaze", "deepmind_lab")),
+    (LAB, f"--env-id {MAZE} --level-cache maps", ("--level-cache maps", "labmaze", "deepmind_lab")),
     # files
     (ALL, "--resume nowhere/agent.pt", ("--resume", "nowhere/agent.pt")),
     (ALL, "--resume empty.pt", ("--resume", "empty.pt")),

@@ -202,24 +202,25 @@ def test_gaussian_inverse_loss_by_hand():
 
 
 # RUNS ################################################################################################################
-SMALL = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1 --max-episode-steps 15 --run-name small"
+SMALL = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1 --run-name small"
+SHORT, LAB = "--max-episode-steps 15", "--engine labmaze"  # a maze has a time of its own
 ECO_FLAGS = (
     f"{SMALL} --bonus-scale 0.1 --bonus-bias 0.3 --memory-percentile 70 --memory-size 3 --ring-size 600 --k 2 "
-    f"--negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} --rnet-batch-size 16 --rnet-width 4 "
+    f"--negative-bias 3 --rnet-ready-accuracy 0 --rnet-start {BATCH} --rnet-batch-size 16 "
     f"--rnet-intervals {2 * BATCH} {2 * BATCH} {2 * BATCH} --rnet-triplets 32 --heldout-pairs 64"
 )
 RUNS = {  # flags, iterations
-    (ECO, REACH): (ECO_FLAGS, 5),
-    (ECO, ASTEROIDS): (ECO_FLAGS, 3),
-    (ICM, REACH): (f"{SMALL} --bonus-scale 0.5", 3),
-    (ICM, ASTEROIDS): (f"{SMALL} --bonus-scale 0.5", 2),
+    (ECO, REACH): (f"{ECO_FLAGS} {SHORT}", 5),
+    (ECO, ASTEROIDS): (f"{ECO_FLAGS} {SHORT} --rnet-width 4", 3),
+    (ICM, REACH): (f"{SMALL} {SHORT} --bonus-scale 0.5", 3),
+    (ICM, ASTEROIDS): (f"{SMALL} {SHORT} --bonus-scale 0.5", 2),
     (GT_GRID, MONTEZUMA): (f"{SMALL} --bonus-scale 0.1 --cell-size 8 --max-episode-steps 13", 2),
-    (ECO, MANY): (f"{ECO_FLAGS} --engine labmaze", 3),
-    (ICM, MANY): (f"{SMALL} --bonus-scale 0.5 --engine labmaze", 2),
-    (GT_GRID, MANY): (f"{SMALL} --bonus-scale 0.1 --engine labmaze", 2),
-    (ECO, GOAL_SMALL): (f"{ECO_FLAGS} --engine labmaze", 3),
-    (ICM, LARGE): (f"{SMALL} --bonus-scale 0.5 --engine labmaze", 2),
-    (GT_GRID, GOAL_SMALL): (f"{SMALL} --bonus-scale 0.1 --engine labmaze", 2),
+    (ECO, MANY): (f"{ECO_FLAGS} {LAB} --rnet-width 4", 3),
+    (ICM, MANY): (f"{SMALL} {LAB} --bonus-scale 0.5", 2),
+    (GT_GRID, MANY): (f"{SMALL} {LAB} --bonus-scale 0.1", 2),
+    (ECO, GOAL_SMALL): (f"{ECO_FLAGS} {LAB} --rnet-width 4", 3),
+    (ICM, LARGE): (f"{SMALL} {LAB} --bonus-scale 0.5", 2),
+    (GT_GRID, GOAL_SMALL): (f"{SMALL} {LAB} --bonus-scale 0.1", 2),
 }
 MAZES = (GOAL_SMALL, LARGE, MANY)
 METHOD_PART = {ECO: "rnet schedule", ICM: "icm", GT_GRID: ""}
