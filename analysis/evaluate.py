@@ -7,6 +7,7 @@ The checkpoint names its script, which must lie in the folder above; Args, make_
 taken from it.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import io
@@ -48,6 +49,26 @@ def fail(message):
 
 def first_line(error):
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+@contextlib.contextmanager
+def written_whole(folder, *names):
+    """Lends a temporary path for each file of the folder, made if missing. They get their names together when the block
+    is through; if it fails or is stopped, what was there before stays."""
+    paths = [os.path.join(folder, name) for name in names]
+    try:
+        os.makedirs(folder, exist_ok=True)
+        yield [f"{path}.tmp" for path in paths]
+        for path in paths:
+            os.replace(f"{path}.tmp", path)
+    except OSError as error:  # no permission, full disk, a file where a folder should be
+        fail(f"--out {folder} cannot be written ({first_line(error)})")
+    except KeyboardInterrupt:
+        sys.exit(print("stopped, nothing was written", file=sys.stderr) or 130)
+    finally:
+        for path in paths:
+            if os.path.exists(f"{path}.tmp"):
+                os.remove(f"{path}.tmp")
 
 
 def load_checkpoint(path, needs):

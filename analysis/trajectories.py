@@ -15,15 +15,13 @@ are, what to draw below the path, and into how many steps an episode is cut.
 """
 
 import csv
-import os
-import sys
 from dataclasses import dataclass, field
 
 import matplotlib
 import numpy as np
 import torch
 import tyro
-from evaluate import fail, first_line, load_run, load_script, play, summary
+from evaluate import fail, first_line, load_run, load_script, play, summary, written_whole
 from tqdm import tqdm
 
 SPRL = "ppo_sprl_minigrid.py"  # has the cost and the oracle, and the settings of the cost where a checkpoint has none
@@ -258,9 +256,7 @@ def main(args):
         judge = sprl.Oracle(envs.worlds, settings[0] - 1)
         observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
     judge_name += f", k = {settings[0]}, Dt = {settings[1]}, N = {settings[2]}"
-    files = [os.path.join(args.out, name) for name in ("trajectories.csv", "trajectories.png")]
-    try:
-        os.makedirs(args.out, exist_ok=True)
+    with written_whole(args.out, "trajectories.csv", "trajectories.png") as (table, picture):
         recorder = Recorder(envs, *view, observe)
         played = play(recorder, run.agent, script.stack_frames, run_args.stack_observations, run.quotas, run.world_seed)
         episodes = first_episodes(recorder.finished, run.quotas)
@@ -276,18 +272,8 @@ def main(args):
         title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
         title += f"{len(episodes)} {f'trajectories of {length} steps' if length else 'episodes'}, "
         title += "of which each quarter shows an even spread."
-        write_costs(episodes, costs, f"{files[0]}.tmp")
-        draw(episodes, costs, title, judge_name, f"{files[1]}.tmp")
-        for path in files:
-            os.replace(f"{path}.tmp", path)
-    except OSError as error:  # no permission, full disk, a file where a folder should be
-        fail(f"--out {args.out} cannot be written ({first_line(error)})")
-    except KeyboardInterrupt:
-        sys.exit(print("stopped, nothing was written", file=sys.stderr) or 130)
-    finally:
-        for path in files:
-            if os.path.exists(f"{path}.tmp"):
-                os.remove(f"{path}.tmp")
+        write_costs(episodes, costs, table)
+        draw(episodes, costs, title, judge_name, picture)
     print(summary(*list(zip(*played))[1:], args.seed))
     print(f"k-SP cost per step by {judge_name}: {costs.mean():.3f}")
     for name, quarter in zip(("lowest", "highest"), quarters(costs)):

@@ -21,14 +21,12 @@ are rewarding, nor how many episodes it counts. Ours has one goal, in the room o
 """
 
 import csv
-import os
-import sys
 from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
 import tyro
-from evaluate import load_script
+from evaluate import fail, load_script, written_whole
 from minigrid.minigrid_env import MiniGridEnv
 from tqdm import tqdm
 
@@ -52,11 +50,6 @@ class Args:
 
 
 RANGES = {"seeds": (1, 100), "episodes": (1, 10_000), "steps": (1, 10_000), "k": (1, 20), "layout": (0, 1_000_000)}
-
-
-def fail(message):
-    """Ends the program the way a wrong command line should: one line, exit code 2."""
-    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
 
 
 # WORLD ###############################################################################################################
@@ -357,9 +350,8 @@ def main(args):
     for name, (low, high) in RANGES.items():
         if not low <= getattr(args, name) <= high:
             fail(f"--{name} {getattr(args, name)} is out of range, accepted: {low} to {high}")
-    files = [os.path.join(args.out, name) for name in ("transition_counts.csv", "table.csv", "transition_counts.png")]
-    try:
-        os.makedirs(args.out, exist_ok=True)
+    names = ("transition_counts.csv", "table.csv", "transition_counts.png")
+    with written_whole(args.out, *names) as (table, summary, picture):
         world = load_script("ppo_sprl_minigrid.py", __file__).make_world("MiniGrid-NineRooms-v0")
         agents = {
             "Random": (Random, False), "GT-UCB": (CountBonus, False),
@@ -387,19 +379,9 @@ def main(args):
             f"start {graph.start}, goal {graph.goal}, {steps} steps apart; {len(graph.states)} states, "
             f"{len(graph.moves)} transitions"
         )
-        write_counts(counts, graph, f"{files[0]}.tmp")
-        write_table(rows, f"{files[1]}.tmp")
-        draw(args, graph, counts, f"{files[2]}.tmp")
-        for path in files:
-            os.replace(f"{path}.tmp", path)
-    except OSError as error:  # no permission, full disk, a file where a folder should be
-        fail(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(print("stopped, nothing was written", file=sys.stderr) or 130)
-    finally:
-        for path in files:
-            if os.path.exists(f"{path}.tmp"):
-                os.remove(f"{path}.tmp")
+        write_counts(counts, graph, table)
+        write_table(rows, summary)
+        draw(args, graph, counts, picture)
 
 
 if __name__ == "__main__":
