@@ -4,6 +4,7 @@ marched in small steps and against objects placed by hand. The real engine: a do
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import types
 from collections import Counter, deque
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import fake_envs, load, random_ages
+from conftest import ROOT, fake_envs, load, random_ages
 
 DMLAB, ECO, ICM, GT_GRID = "ppo_sprl_dmlab.py", "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
 SMALL, LARGE, MANY = "explore_goal_locations_small", "explore_goal_locations_large", "explore_object_rewards_many"
@@ -807,6 +808,12 @@ def test_resumed_run_goes_on_with_new_episodes(small_run, shared_run, capsys):
         patched.setitem(sys.modules, "deepmind_lab", types.ModuleType("deepmind_lab"))
         shared_run(flags + " --engine deepmind_lab", DMLAB)
     assert exit_.value.code == 2 and "trained on labmaze, not on deepmind_lab" in capsys.readouterr().err
+
+
+def test_evaluation_names_the_engine(small_run):
+    command = [sys.executable, ROOT / "analysis" / "evaluate.py", "runs/small-labmaze/agent.pt", "--episodes", "1"]
+    ran = subprocess.run(command, cwd=small_run[2], check=True, capture_output=True, text=True)
+    assert ran.stdout.strip().endswith(", engine labmaze") and "steps 1800.0" in ran.stdout
 
 
 @pytest.mark.parametrize("name, flags", RUNS.items())
