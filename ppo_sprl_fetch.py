@@ -252,7 +252,8 @@ class FetchRobots(gym.vector.VectorEnv):
 
     def step(self, actions):
         noise = self.action_noise * self.noise.standard_normal(actions.shape)
-        actions = np.clip(actions + noise, -1, 1).astype(np.float32)
+        # clipped before too, or a policy that asks for more than the bound would be free of noise
+        actions = np.clip(np.clip(actions, -1, 1) + noise, -1, 1).astype(np.float32)
         states = np.empty((self.num_envs, *self.single_observation_space.shape), np.float32)
         truncations, reached = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
         begin, on = np.flatnonzero(self.at_goal), np.flatnonzero(~self.at_goal)

@@ -73,7 +73,7 @@ def test_all_18_actions_and_the_papers_options(asteroids):
     assert asteroids.single_action_space.n == pool.action_space.n == 18
     wanted = dict(
         stack_num=1, frame_skip=4, img_height=84, img_width=84, gray_scale=True, episodic_life=False,
-        reward_clip=False, repeat_action_probability=0.0, max_episode_steps=12,
+        reward_clip=False, repeat_action_probability=0.0, max_episode_steps=12, noop_max=30, use_fire_reset=True,
     )  # fmt: skip
     assert wanted.items() <= pool.config.items()
 

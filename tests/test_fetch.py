@@ -2,6 +2,7 @@
 slow readings and numbers found by hand; then whole runs."""
 
 import math
+import sys
 from types import SimpleNamespace
 
 import envpool
@@ -12,8 +13,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from conftest import BATCH, load, random_ages, steps
+from conftest import BATCH, ROOT, load, random_ages, steps
 from test_sprl import slow_cost
+
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import evaluate
 
 FETCH = "ppo_sprl_fetch.py"
 REACH, PUSH, SLIDE, PICK = "FetchReach-v4", "FetchPush-v4", "FetchSlide-v4", "FetchPickAndPlace-v4"
@@ -81,8 +86,9 @@ def test_starts_and_goals_are_those_of_gymnasium_robotics(env_id, start_apart):
     assert (away.min(0) < -0.8 * reach).all() and (away.max(0) > 0.8 * reach).all(), "most of the range is used"
     layout, _ = reference.reset(seed=0)
     assert states.shape[1] == sum(layout[key].size for key in ("observation", "achieved_goal", "desired_goal"))
+    assert reference.distance_threshold == 0.05
     if env_id == REACH:
-        assert reference.distance_threshold == 0.05 and not reference.has_object
+        assert not reference.has_object
         np.testing.assert_array_equal(achieved, states[:, :3])
         return
     for one in (layout["observation"][None], states[:, :25]):  # gripper, object, object seen from the gripper
@@ -120,6 +126,34 @@ def test_arm_moves_as_in_gymnasium_robotics():
         way += np.linalg.norm(first[0, :3] - before)
     assert way > 0.15
     np.testing.assert_allclose(first[0, 5:10], expected[5:], atol=0.05)  # velocities
+
+
+@pytest.mark.parametrize("env_id", [PUSH, PICK])
+def test_objects_state_is_laid_out_as_in_gymnasium_robotics(env_id):
+    """Fingers, the object's rotation, its velocities seen from the gripper, the gripper's and the fingers' velocities,
+    after the same six actions; objects and goals lie where chance has put them."""
+    envs, reference = robots(env_id, 1), gym.make(env_id)
+    states, _ = envs.reset(seed=1)
+    reference.reset(seed=0)
+    for action in np.random.default_rng(0).uniform(-1, 1, (6, 4)).astype(np.float32):
+        states, *_ = envs.step(action[None])
+        expected = reference.step(action)[0]["observation"]
+    np.testing.assert_allclose(states[0, 9:11], expected[9:11], atol=0.005)
+    np.testing.assert_allclose(states[0, 12:25], expected[12:25], atol=0.03)  # the object turns freely about its own z
+    assert np.abs(expected[20:23]).max() > 0.01, "the arm moves"
+
+
+def test_pushed_object_decides_the_end():
+    """Twelve grippers that wander on the table: an episode ends where the object, not the gripper, is at the goal."""
+    envs, rng, done, ends = robots(PUSH, 12, 20), np.random.default_rng(0), np.zeros(12, bool), 0
+    envs.reset(seed=2)
+    for _ in range(120):
+        states, rewards, terminations, truncations, _ = envs.step(rng.uniform(-1, 1, (12, 4)).astype(np.float32))
+        clear = (np.abs(distances(states) - 0.05) > 1e-6) & ~done
+        np.testing.assert_array_equal(terminations[clear], (distances(states) < 0.05)[clear])
+        np.testing.assert_array_equal(rewards, terminations.astype(float))
+        done, ends = terminations | truncations, ends + terminations.sum()
+    assert ends > 0, "choose another seed"
 
 
 def test_reward_and_end_at_the_goal_alone():
@@ -234,13 +268,15 @@ def executed(action_noise, action, seed=5, num_steps=2000):
 
 
 def test_action_noise_is_measured_and_clipped():
-    """sigma 0.3 around 0; around 0.7, Phi(-1) = 15.9 % reach the bound; each number has its own noise."""
+    """sigma 0.3 around 0; around 0.7, Phi(-1) = 15.9 % reach the bound; each number has its own noise. An action beyond
+    the bound is the bound before the noise: half of what is left of it, of deviation sigma sqrt(1/2 - 1/2pi), stays."""
     noise = executed(0.3, 0.0)
     assert noise.dtype == np.float32 and noise.std() == pytest.approx(0.3, rel=0.02) and abs(noise.mean()) < 0.01
     np.testing.assert_allclose(np.corrcoef(noise.T), np.eye(4), atol=0.05)
     clipped = executed(0.3, 0.7)
     assert clipped.max() == 1 and (clipped == 1).mean() == pytest.approx(0.1587, abs=0.01)
-    assert (executed(0.3, -9.0, num_steps=9) == -1).all()
+    beyond = executed(0.3, -9.0)
+    assert (beyond == -1).mean() == pytest.approx(0.5, abs=0.01) and beyond.std() == pytest.approx(0.1752, rel=0.02)
     assert (executed(0.0, 0.4, num_steps=9) == np.float32(0.4)).all()
     again, other = executed(0.3, 0.0, num_steps=9), executed(0.3, 0.0, seed=6, num_steps=9)
     np.testing.assert_array_equal(again, noise[: len(again)])
@@ -290,6 +326,16 @@ def test_learning_rewards_by_hand():
     rewards, valid = np.float32([[1], [0], [0]]), np.array([[True], [False], [True]])
     assert envs.learning_rewards(rewards, valid).tolist() == [[4], [0], [0]]
     assert envs.state_dict() == {"returns": [0.5], "moments": [2.0, 1.5, 1.25]}
+
+
+def test_evaluation_leaves_the_normalizer_alone(fetch):
+    """Returns are counted as they come, successes, and the deviation that the training has measured stays."""
+    envs = robots(REACH, 2, 5)
+    envs.load_state_dict({"returns": [0.5, 0.25], "moments": [2.0, 1.5, 1.25]})
+    agent = fetch.make_agent(envs, fetch.Args(env_id=REACH, num_envs=2))
+    played = evaluate.play(envs, agent, fetch.stack_frames, 0, np.array([4, 4]), seed=1)
+    assert len(played) == 8 and {episode_return for _, episode_return, _ in played} <= {0.0, 1.0}
+    assert envs.state_dict() == {"returns": [0.5, 0.25], "moments": [2.0, 1.5, 1.25]}
 
 
 def test_learning_rewards_over_several_rollouts():
