@@ -1,5 +1,6 @@
 #!/bin/bash
-# Launches every run of one of the paper's figures, survives interruption, and ends with the figure and the table.
+# Launches every run of one of the paper's figures, survives interruption, and ends with the figure, the tables, a report
+# page and the paper's claim beside them.
 #
 #   ./benchmark.sh quick                                   a small PPO against SPRL, ten minutes on two cores
 #   ./benchmark.sh minigrid --seeds 6 --workers 2          the paper's MiniGrid figure
@@ -8,7 +9,7 @@
 #
 # --seeds N        seeds 1..N of every run (default: the paper's number for the block)
 # --workers W      runs at a time (default: the number of cores)
-# --steps N        environment steps of every run (default: the block's)
+# --steps N        environment steps of every run (default: the block's); BLOCK then is BLOCK-N in all names below
 # --only A,B       only the methods and environments named; an environment's name may be shortened
 # --engine E       of dmlab: deepmind_lab, its stand-in labmaze, or auto, deepmind_lab if it imports (default)
 # --python PATH    the interpreter (default: .venv/bin/python if there is one, else python3)
@@ -27,39 +28,49 @@ cd "$(dirname "$0")" || exit 2
 # THE RUNS ############################################################################################################
 # A function block:NAME is the block NAME; nothing else has to know of it.
 names=() blocks=() labels=() envs=() sizes=() commands=()
+declare -A claims=() # what the paper says of a block's figure
 runs() { # seeds steps label environment script [flags]: one run per seed
-  local seed label=$3 env=$4 size=${steps:-$2} block=${FUNCNAME[1]#block:}
+  local seed label=$3 env=$4 size=${steps:-$2} block=$name
   [[ $block == dmlab ]] && block+=-$engine
+  block+=${steps:+-$steps} # other steps are another schedule: not to be resumed from, nor shown beside the block's own
+  claims[$block]=$claim
   for seed in $(seq 1 "${seeds:-$1}"); do # the block is in the name, for blocks share methods but not their steps
     names+=("${block}__${env}__${label}__s$seed") blocks+=("$block") labels+=("$label") envs+=("$env") sizes+=("$size")
     commands+=("$5 --env-id $env --seed $seed --total-timesteps $size ${*:6} --run-name ${names[-1]}${track:+ $track}")
   done
 }
+four_rooms=MiniGrid-FourRooms-7x7-v0
+grids=(MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0)
+grid_steps() { case $1 in *11x11*) echo 2000000 ;; *Key*) echo 1000000 ;; *) echo 500000 ;; esac; }
 block:minigrid() {
-  local env n
-  for env in MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0; do
-    n=500000; [[ $env == *KeyDoors-7x7* ]] && n=1000000; [[ $env == *11x11* ]] && n=2000000
-    runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003
-    runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 --learning-rate 0.003 --k 2 \
-      --num-tolerance-samples 60
-    # measured best; the paper's weights are 0.001 for ECO and 0.1 for ICM (README)
-    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.3 --learning-rate 0.003 --k 3
-    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 --learning-rate 0.003
-    runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003
+  local env n flags='--learning-rate 0.003 --ent-coef 0.01'
+  local claim='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
+  for env in "${grids[@]}"; do
+    n=$(grid_steps "$env")
+    runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 "$flags"
+    # measured best; the paper's weights are 0.002 for SPRL, whose learning rate is 0.01, 0.001 for ECO and 0.1 for ICM
+    runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 "$flags" --k 2 --tolerance 1 \
+      --num-tolerance-samples 60 --negative-bias 20
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.3 "$flags" --k 3
+    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 "$flags"
+    runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 "$flags"
   done
 }
 block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embedding-difference
-  local env
+  local env flags='--learning-rate 0.0005 --ent-coef 0.01'
+  local claim='SPRL beats PPO, ECO and ICM on all games but Ms. Pacman; PPO and ICM stay at 0 in Montezuma (figure 5).'
   for env in MontezumaRevenge-v5 Freeway-v5 MsPacman-v5 Gravitar-v5 Seaquest-v5 Hero-v5; do
-    runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0
-    runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 --k 12 --num-tolerance-samples 200 --negative-bias 80
-    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --k 12 --negative-bias 80
-    runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 --forward-loss-weight 1 --icm-loss-scale 1
+    runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0 "$flags"
+    runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 "$flags" --k 12 --tolerance 1 \
+      --num-tolerance-samples 200 --negative-bias 80
+    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 "$flags" --k 12 --negative-bias 80
+    runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 "$flags" --forward-loss-weight 1 --icm-loss-scale 1
   done
-  runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 --cell-size 16
+  runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 "$flags" --cell-size 16 # not in the paper
 }
 block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
   local env flags='--learning-rate 0.00025'
+  local claim='SPRL is best on all three tasks, most so in goal locations large, and even above GT-Grid (figure 4).'
   [[ $engine == auto ]] && engine=labmaze && "$python" -c 'import deepmind_lab' > /dev/null 2>&1 && engine=deepmind_lab
   for env in explore_{goal_locations_{small,large},object_rewards_many}; do
     runs 4 20000000 ppo "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0 --learning-rate 0.00019 \
@@ -74,55 +85,74 @@ block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
       --ent-coef 0.0066
   done
 }
+fetch_runs() { # environment steps suffix [flags]: all methods on one task
+  local flags="--learning-rate 0.0005 --ent-coef 0.001 ${*:4}"
+  runs 4 "$2" "ppo$3" "$1" ppo_sprl_fetch.py --cost-scale 0 "${flags/0.001/0.01}"
+  # measured: with the paper's weight, 0.05, SPRL does not learn (README)
+  runs 4 "$2" "sprl$3" "$1" ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --k 10 --tolerance 1 \
+    --num-tolerance-samples 20 --negative-bias 12 "$flags"
+  runs 4 "$2" "eco$3" "$1" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 "$flags"
+  runs 4 "$2" "icm$3" "$1" ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 1 --icm-loss-scale 1 "$flags"
+}
 block:fetch() {
-  local env
-  for env in Fetch{Reach,Push,Slide,PickAndPlace}-v4; do
-    runs 4 1000000 ppo "$env" ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01
-    runs 4 1000000 sprl "$env" ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --ent-coef 0.001
-    runs 4 1000000 eco "$env" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --ent-coef 0.001
-    runs 4 1000000 icm "$env" ppo_icm.py --bonus-scale 0.001 --ent-coef 0.001
-  done
+  local env claim='SPRL beats PPO, ECO and ICM on Push, Slide and PickAndPlace; on Reach all are alike (figure 6).'
+  for env in Fetch{Reach,Push,Slide,PickAndPlace}-v4; do fetch_runs "$env" 1000000 '' --action-noise 0.003; done
 }
 block:fetch-sparsity() { # fewer simulator steps per action: a longer way to the same goal
-  local n
-  for n in 2 3 4 6; do
-    runs 4 1000000 "ppo-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01 --n-substeps "$n"
-    runs 4 1000000 "sprl-substeps$n" FetchReach-v4 ppo_sprl_fetch.py --cost-scale 0.0005 --n-substeps "$n"
-  done
+  local n claim='The sparser the reward, the fewer substeps, the further SPRL is ahead of the others (figure 15).'
+  for n in 2 3 4 6; do fetch_runs FetchReach-v4 1000000 "-substeps$n" --action-noise 0.003 --n-substeps "$n"; done
 }
 block:fetch-noise() {
-  local pair sigma flags
+  local pair sigma claim='Noise on the actions costs SPRL the least (figure 16).'
   for pair in FetchReach-v4:3 FetchPush-v4:8 FetchSlide-v4:10 FetchPickAndPlace-v4:10; do
     for sigma in 0.03 0.1 0.3; do
-      flags="--n-substeps ${pair#*:} --action-noise $sigma"
-      runs 4 1000000 "ppo-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0 --ent-coef 0.01 "$flags"
-      runs 4 1000000 "sprl-noise$sigma" "${pair%:*}" ppo_sprl_fetch.py --cost-scale 0.0005 "$flags"
+      fetch_runs "${pair%:*}" 1000000 "-noise$sigma" --action-noise "$sigma" --n-substeps "${pair#*:}"
     done
   done
 }
-four_rooms=MiniGrid-FourRooms-7x7-v0
-block:ablation-k() { # figure 9: the paper's MiniGrid ablations use one tolerance sample, k = 5 and a tolerance of 25
-  for k in 3 5 7; do
-    runs 6 500000 "k$k" "$four_rooms" ppo_sprl_minigrid.py --k "$k" --tolerance 25 --num-tolerance-samples 1
+# The ablations' MiniGrid figures; they use one tolerance sample, k = 5 and a tolerance of 25, unlike the paper's table.
+ablation='--cost-scale 0.02 --learning-rate 0.003 --ent-coef 0.01 --negative-bias 20'
+block:ablation-k() {
+  local env k claim='k = 5 is best of 3, 5 and 7 (figure 10).'
+  for env in "${grids[@]}"; do
+    for k in 3 5 7; do
+      runs 6 "$(grid_steps "$env")" "k$k" "$env" ppo_sprl_minigrid.py --k "$k" --tolerance 25 --num-tolerance-samples 1 \
+        "$ablation"
+    done
   done
 }
-block:ablation-tolerance() { # figure 11
-  for t in 10 15 25 50; do
-    runs 6 500000 "tolerance$t" "$four_rooms" ppo_sprl_minigrid.py --k 5 --tolerance "$t" --num-tolerance-samples 1
+block:ablation-tolerance() {
+  local env t claim='A tolerance of 25 is best of 10, 15, 25 and 50 (figure 12).'
+  for env in "${grids[@]}"; do
+    for t in 10 15 25 50; do
+      runs 6 "$(grid_steps "$env")" "tolerance$t" "$env" ppo_sprl_minigrid.py --k 5 --tolerance "$t" \
+        --num-tolerance-samples 1 "$ablation"
+    done
   done
 }
-block:ablation-stack() { # figure 13
-  for m in 0 1 5; do runs 6 500000 "stack$m" "$four_rooms" ppo_sprl_minigrid.py --stack-observations "$m"; done
+block:ablation-stack() {
+  local env m claim='No stacking is best; the policy sees 0, 1 or 5 observations before the current one (figure 14).'
+  for env in "${grids[@]}"; do
+    for m in 0 1 5; do
+      runs 6 "$(grid_steps "$env")" "stack$m" "$env" ppo_sprl_minigrid.py --stack-observations "$m" --k 2 --tolerance 1 \
+        --num-tolerance-samples 60 "$ablation"
+    done
+  done
 }
 block:gt-rnet() { # Appendix B: the learned network against the true reachability
-  for env in "$four_rooms" MiniGrid-KeyDoors-7x7-v0; do
-    runs 6 500000 sprl "$env" ppo_sprl_minigrid.py --rnet learned
-    runs 6 500000 gt-sprl "$env" ppo_sprl_minigrid.py --rnet oracle
+  local env rnet flags='--k 2 --tolerance 1 --num-tolerance-samples 60'
+  local claim='SPRL with its learned RNet is nearly as good as with the true reachability (figure 17).'
+  for env in MiniGrid-{FourRooms,KeyDoors}-7x7-v0; do
+    for rnet in learned oracle; do
+      runs 6 "$(grid_steps "$env")" "$([[ $rnet == oracle ]] && echo gt-)sprl" "$env" ppo_sprl_minigrid.py --rnet "$rnet" \
+        "$flags" "$ablation"
+    done
   done
 }
 block:quick() {
-  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0
-  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02
+  local claim='SPRL learns faster than PPO.'
+  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003
+  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02 --learning-rate 0.003
 }
 accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all # all: every block but quick
 
@@ -177,7 +207,7 @@ finished() { # run i has ended well, with at least the steps that are asked for 
   local reached; reached=$(cat "runs/${names[$1]}/finished" 2> /dev/null)
   [[ $reached =~ ^[0-9]+$ && -e runs/${names[$1]}/agent.pt ]] && ((reached >= sizes[$1]))
 }
-line_of() { # the command of run i, which resumes what was killed; with all flags, for --steps may have been raised
+line_of() { # the command of run i, which resumes what was killed
   local resume=''; [[ -e runs/${names[$1]}/agent.pt ]] && resume=" --resume runs/${names[$1]}/agent.pt"
   printf '%q %s\n' "$python" "${commands[$1]}$resume"
 }
@@ -218,8 +248,29 @@ if [[ -n $task ]]; then # one task of the array
   ((code == 75)) && echo "another benchmark.sh is at ${names[task - 1]}" >&2
   exit $code
 fi
+last_words() { tr '\r' '\n' < "runs/${names[$1]}/log.txt" | tr -cd '[:print:]\n' | grep . | tail -n 1 | cut -c 1-200; }
+draw() { # figure, tables and report of what is finished; 1: something failed
+  local i key name paths code=0
+  local -A files=() # of every block and label
+  for i in "${todo[@]}"; do finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
+  for key in "${!files[@]}"; do
+    read -ra paths <<< "${files[$key]}"
+    "$python" analysis/curves.py export "${paths[@]}" --out "results/${key% *}" --label "${key#* }" > /dev/null || code=1
+  done
+  for name in $(printf '%s\n' "${!files[@]}" | cut -d' ' -f1 | sort -u); do
+    "$python" analysis/curves.py figure "results/$name" --rnet-accuracy --claim "${claims[$name]}" &&
+      "$python" analysis/report.py "results/$name" > /dev/null &&
+      echo "figure, tables and report: results/$name" || code=1
+  done
+  return $code
+}
 if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   command -v sbatch > /dev/null || die "--slurm needs sbatch on the PATH"
+  for i in "${todo[@]}"; do # what an earlier array did not finish, so that a run that always fails is seen
+    [[ ${state[$i]} == left && -e runs/${names[i]}/log.txt ]] &&
+      echo "not finished: runs/${names[i]}/log.txt: $(last_words "$i")" >&2
+  done
+  draw
   mkdir -p runs
   read -ra flags <<< "$sbatch"
   tasks=$(for i in "${todo[@]}"; do [[ ${state[$i]} == finished ]] || echo $((i + 1)); done | paste -sd,)
@@ -230,7 +281,7 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   sbatch --job-name="sprl-$block" --array="$tasks" --requeue --open-mode=append --signal=B:USR1@120 --chdir="$PWD" \
     --output="runs/slurm-%A-%a.txt" ${flags[@]+"${flags[@]}"} \
     --wrap "exec ./benchmark.sh $again --task \$SLURM_ARRAY_TASK_ID" || exit 1
-  echo "once it has ended, the same command makes the figure and the table, or submits again what was not finished"
+  echo "once it has ended, the same command makes the figure and the tables, or submits again what was not finished"
   exit 0
 fi
 
@@ -300,18 +351,9 @@ code=0
 for i in "${todo[@]}"; do
   log=runs/${names[i]}/log.txt
   [[ ${state[$i]} == elsewhere ]] && code=1 && echo "another benchmark.sh is at it: $log" >&2
-  [[ ${state[$i]} == failed ]] && code=1 &&
-    echo "failed: $log: $(tr '\r' '\n' < "$log" | tr -cd '[:print:]\n' | grep . | tail -n 1 | cut -c 1-200)" >&2
+  [[ ${state[$i]} == failed ]] && code=1 && echo "failed: $log: $(last_words "$i")" >&2
 done
 [[ -n $stopping ]] && { echo "stopped; the same command again goes on"; exit 130; }
 
-declare -A files=() # of every block and label
-for i in "${todo[@]}"; do finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
-for key in "${!files[@]}"; do
-  read -ra paths <<< "${files[$key]}"
-  "$python" analysis/curves.py export "${paths[@]}" --out "results/${key% *}" --label "${key#* }" > /dev/null || code=1
-done
-for name in $(printf '%s\n' "${!files[@]}" | cut -d' ' -f1 | sort -u); do
-  "$python" analysis/curves.py figure "results/$name" && echo "figure and table: results/$name" || code=1
-done
+draw || code=1
 exit $code

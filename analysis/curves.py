@@ -49,7 +49,9 @@ class Figure:
     smooth: int = 5
     """points of the running mean in the figure, of 200 along the x-axis; 1 is none; the tables are never smoothed"""
     rnet_accuracy: bool = False
-    """if toggled, a second row shows the RNet's held-out accuracy"""
+    """if toggled, a second row shows the RNet's held-out accuracy, where a run has one"""
+    claim: str = ""
+    """what the paper says of this figure, a line above the tables"""
 
 
 # EXPORT ##############################################################################################################
@@ -222,7 +224,7 @@ def make_table(runs):
     return rows
 
 
-def write_table(rows, folder):
+def write_table(rows, folder, claim=""):
     with open(os.path.join(folder, "table.csv"), "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
@@ -238,6 +240,8 @@ def write_table(rows, folder):
         "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
         "curve divided by its length. ± is the standard error over seeds."
     ]
+    if claim:
+        lines = [f"The paper's claim: {claim}", "", *lines]
     for env_id in dict.fromkeys(row["env"] for row in rows):
         lines += ["", f"### {env_id}", "", "| method | final return | area | seeds | steps | commit |", "|-|-|-|-|-|-|"]
         for row in (row for row in rows if row["env"] == env_id):
@@ -310,8 +314,14 @@ def figure(args):
     if args.smooth < 1:
         fail(f"--smooth {args.smooth} is out of range, accepted: 1 or more")
     runs = read_folder(args.folder)
-    write_table(make_table(runs), args.folder)
-    draw(runs, os.path.join(args.folder, "curves.png"), args.smooth, args.rnet_accuracy)
+    write_table(make_table(runs), args.folder, args.claim)
+    accuracies = args.rnet_accuracy and any(
+        len(points(run, "rnet_accuracy")[0])
+        for by_method in runs.values()
+        for seeds in by_method.values()
+        for run in seeds
+    )
+    draw(runs, os.path.join(args.folder, "curves.png"), args.smooth, accuracies)
     print(Path(args.folder, "table.md").read_text(encoding="utf-8"), end="")
 
 

@@ -18,14 +18,15 @@ import tyro
 from conftest import ROOT, SCRIPTS, load
 
 FOUR_ROOMS = "MiniGrid-FourRooms-7x7-v0"
-PPO_1, PPO_2, SPRL_1, SPRL_2 = (f"quick__{FOUR_ROOMS}__{label}__s{s}" for label in ("ppo", "sprl") for s in (1, 2))
-QUICK = [PPO_1, PPO_2, SPRL_1, SPRL_2]
+# with --steps 400, which most tests have
+QUICK = [f"quick-400__{FOUR_ROOMS}__{label}__s{s}" for label in ("ppo", "sprl") for s in (1, 2)]
+PPO_1, PPO_2, SPRL_1, SPRL_2 = QUICK
 
 # trains 100 steps in 0.1 s and behaves as the scripts do: a bar, a checkpoint on a signal and at the end, exit code 0;
 # a file `fail` names runs that fail, a file `slow` makes training slow until it is removed
 PRETEND = """
     import os, signal, sys, time
-    if "curves.py" in sys.argv[1]:
+    if sys.argv[1].startswith("analysis/"):
         print(*sys.argv[1:], file=open("analysed", "a"))
         sys.exit()
     flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -179,23 +180,39 @@ def test_every_line_is_a_whole_command(tree):
         assert args.seed == 1 and args.total_timesteps >= 250_000 and args.env_id in args.run_name
         if args.env_id.startswith("explore_"):
             assert args.engine == "labmaze" and args.run_name.startswith("dmlab-labmaze__explore_")
-    assert len(set(names)) == len(lines) >= 20 + 3 + 4 + 3 + 4 + 2 + 15
+    assert len(set(names)) == len(lines) == 20 + 25 + 15 + 16 + 16 + 48 + 12 + 16 + 12 + 4 + 2
     assert sum("dmlab-" in name for name in names) == 15
     assert tree.started() == []
 
 
-def test_lines_of_dmlab_are_the_papers_settings(tree):
-    """What stands in the lines, for everyone to read, is what the scripts do without: but for PPO, which is SPRL's
-    script with other settings, a task's line changes nothing but the steps, the seed and the name."""
-    settings = {"learning_rate": 1.9e-4, "ent_coef": 0.0011, "max_grad_norm": 0.5, "cost_scale": 0}
-    for line in tree("dmlab --dry-run --seeds 1 --engine deepmind_lab").stdout.splitlines():
+PPO_SETTINGS = {  # PPO is SPRL's script with a weight of 0, and where the paper gives it others these settings
+    "minigrid": {"cost_scale": 0}, "atari": {"cost_scale": 0}, "fetch": {"cost_scale": 0, "ent_coef": 0.01},
+    "dmlab": {"cost_scale": 0, "learning_rate": 1.9e-4, "ent_coef": 0.0011, "max_grad_norm": 0.5},
+}  # fmt: skip
+MEASURED = {("minigrid", "eco"): {"bonus_scale": 0.3}, ("minigrid", "icm"): {"bonus_scale": 0.001}}  # README's sweeps
+
+
+@pytest.mark.parametrize("block", PPO_SETTINGS)
+def test_lines_are_the_scripts_own_settings(tree, block):
+    """What stands in the lines, for everyone to read, is what the scripts do without: but for PPO and the weights that
+    were measured to be better, a line changes nothing but the steps, the seed and the name."""
+    lines = tree(f"{block} --dry-run --seeds 1 --engine deepmind_lab").stdout.splitlines()
+    for line in lines:
         _, script, *flags = shlex.split(line)
         module = load(script)
-        default = module.domain_defaults(flags) if script != "ppo_sprl_dmlab.py" else module.Args(env_id=flags[1])
+        default = module.domain_defaults(flags) if hasattr(module, "DOMAINS") else module.Args(env_id=flags[1])
         given, known = (vars(tyro.cli(module.Args, default=default, args=args)) for args in (flags, []))
         changed = {key: value for key, value in given.items() if value != known[key]}
-        assert changed.pop("engine") == "deepmind_lab" and changed.pop("run_name").startswith("dmlab-deepmind_lab__")
-        assert changed == (settings if "__ppo__" in line else {}), line
+        name = changed.pop("run_name").split("__")
+        assert name[0] == (block if block != "dmlab" else "dmlab-deepmind_lab")
+        changed.pop("engine", None), changed.pop("total_timesteps", None)
+        assert changed == (PPO_SETTINGS[block] if name[2] == "ppo" else MEASURED.get((block, name[2]), {})), line
+        assert (
+            "--learning-rate" in flags
+            and "--ent-coef" in flags
+            and ("--cost-scale" in flags or "--bonus-scale" in flags)
+        )
+    assert len(lines) == {"minigrid": 20, "atari": 25, "fetch": 16, "dmlab": 15}[block]
 
 
 def test_auto_takes_the_real_engine_if_it_imports(tree):
@@ -220,46 +237,50 @@ def test_only_and_seeds(tree):
 
 # RUNNING #############################################################################################################
 def test_runs_everything_once_and_draws(tree):
-    result = tree("quick --workers 2 --steps 300")
+    result = tree("quick --workers 2 --steps 400")
     assert result.returncode == 0, result.stderr
     assert sorted(tree.started()) == QUICK and "4 done, 0 running, 0 failed of 4" in result.stdout
     assert Counter(tree.lines("analysed")) == Counter(
-        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out results/quick --label {label}"
+        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out results/quick-400 --label {label}"
          for one, two, label in ((PPO_1, PPO_2, "ppo"), (SPRL_1, SPRL_2, "sprl"))]
-        + ["analysis/curves.py figure results/quick"]
+        + ["analysis/curves.py figure results/quick-400 --rnet-accuracy --claim SPRL learns faster than PPO.",
+           "analysis/report.py results/quick-400"]
     )  # fmt: skip
     tree.forget()
-    again = tree("quick --workers 2 --steps 300")
-    assert again.returncode == 0 and tree.started() == [] and len(tree.lines("analysed")) == 3
-    assert tree("quick --steps 300 --dry-run").stdout.splitlines() == [f"# finished: {name}" for name in QUICK]
+    again = tree("quick --workers 2 --steps 400")
+    assert again.returncode == 0 and tree.started() == [] and len(tree.lines("analysed")) == 4
+    assert tree("quick --steps 400 --dry-run").stdout.splitlines() == [f"# finished: {name}" for name in QUICK]
 
 
 def test_workers_bound_the_runs_at_a_time(tree):
-    output = tree("quick --workers 3 --seeds 2 --steps 500").stdout
+    output = tree("quick --workers 3 --seeds 2 --steps 400").stdout
     assert {int(n) for n in re.findall(r"(\d+) running", output)} == {0, 1, 2, 3}
 
 
 def test_failed_run_is_listed_and_tried_again(tree):
     tree.write("fail", SPRL_1)
-    result = tree("quick --workers 2 --steps 100")
+    result = tree("quick --workers 2 --steps 400")
     assert result.returncode == 1 and "3 done, 0 running, 1 failed of 4" in result.stdout
     assert result.stderr == f"failed: runs/{SPRL_1}/log.txt: RuntimeError: out of luck\n"
     assert sum("figure" in line for line in tree.lines("analysed")) == 1
     tree.forget()
     tree.write("fail")
-    assert tree("quick --workers 2 --steps 100").returncode == 0 and tree.started() == [SPRL_1]
+    assert tree("quick --workers 2 --steps 400").returncode == 0 and tree.started() == [SPRL_1]
 
 
-def test_raised_steps_go_on_from_the_checkpoint(tree):
-    """All flags stand in a resumed line, so the new number of steps holds; a lower number is reached already."""
-    assert tree("quick --only ppo --seeds 1 --steps 200").returncode == 0
-    tree.forget()
+def test_other_steps_are_other_runs(tree):
+    """Learning rates fall to 0 over a run's steps, so one of fewer steps is no beginning of it, nor is it a point on the
+    same figure."""
+    assert tree("quick --only ppo --seeds 1 --steps 400").returncode == 0
     assert tree("quick --only ppo --seeds 1 --steps 500").returncode == 0
-    (line,) = tree.lines("started")
-    flags = "--seed 1 --total-timesteps 500 --cost-scale 0"
-    assert line.endswith(f"{FOUR_ROOMS} {flags} --run-name {PPO_1} --resume runs/{PPO_1}/agent.pt")
-    assert tree.checkpoint(PPO_1) == 500
-    assert tree("quick --only ppo --seeds 1 --steps 300 --dry-run").stdout == f"# finished: {PPO_1}\n"
+    first, second = tree.lines("started")
+    assert "--resume" not in second and second.endswith(f"--run-name {PPO_1.replace('400', '500')}")
+    assert "--total-timesteps 500" in second and tree.checkpoint(PPO_1) == 400
+    assert [line.split()[2] for line in tree.lines("analysed") if "figure" in line] == [
+        "results/quick-400",
+        "results/quick-500",
+    ]
+    assert "quick__" in tree("quick --dry-run").stdout
 
 
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP"])
@@ -303,23 +324,23 @@ def test_killed_before_the_first_checkpoint_starts_anew(tree):
     """The run's folder is there, with a broken log and no agent.pt."""
     tree.write(f"runs/{PPO_1}/log.txt", "\n$ python\n50%|##| 999999/5 [00:01\rstopped by SIGTERM\n\0\0\x1b[\r")
     tree.write(f"runs/{PPO_1}/finished", "")
-    result = tree("quick --only ppo --seeds 1 --steps 200")
+    result = tree("quick --only ppo --seeds 1 --steps 400")
     assert result.returncode == 0 and result.stderr == "" and "--resume" not in tree.lines("started")[0]
-    assert tree.checkpoint(PPO_1) == 200
+    assert tree.checkpoint(PPO_1) == 400
 
 
 def test_log_that_cannot_be_written(tree):
     (tree.folder / f"runs/{PPO_1}/log.txt").mkdir(parents=True)
-    result = tree("quick --seeds 1 --steps 100")
+    result = tree("quick --seeds 1 --steps 400")
     assert result.returncode == 1 and f"failed: runs/{PPO_1}/log.txt" in result.stderr
     assert tree.started() == [SPRL_1]
 
 
 def test_two_at_the_same_time_start_nothing_twice(tree):
     tree.write("slow")
-    first = tree.start("quick --workers 2 --steps 300")
+    first = tree.start("quick --workers 2 --steps 400")
     tree.wait_for_steps(PPO_1, PPO_2)
-    second = tree.start("quick --workers 2 --steps 300")
+    second = tree.start("quick --workers 2 --steps 400")
     tree.wait_for_steps(SPRL_1, SPRL_2)
     (tree.folder / "slow").unlink()
     _, errors = second.communicate(timeout=60)
@@ -327,18 +348,18 @@ def test_two_at_the_same_time_start_nothing_twice(tree):
     assert all(line.startswith("another benchmark.sh is at it: ") for line in errors.splitlines())
     first.communicate(timeout=60)
     assert sorted(tree.started()) == QUICK
-    assert tree("quick --steps 300").returncode == 0 and sorted(tree.started()) == QUICK
+    assert tree("quick --steps 400").returncode == 0 and sorted(tree.started()) == QUICK
 
 
 def test_orphaned_training_is_left_alone(tree):
     """benchmark.sh itself was killed, its training goes on."""
     tree.write("slow")
-    process = tree.start("quick --only ppo --seeds 1 --steps 500", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = tree.start("quick --only ppo --seeds 1 --steps 400", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     tree.wait_for_steps(PPO_1)
     for pid, command in processes_of(process):
         if "benchmark.sh" in command:
             os.kill(pid, signal.SIGKILL)
-    result = tree("quick --only ppo --seeds 1 --steps 500")
+    result = tree("quick --only ppo --seeds 1 --steps 400")
     assert result.returncode == 1 and "another benchmark.sh is at it" in result.stderr and tree.started() == [PPO_1]
 
 
@@ -355,7 +376,7 @@ def test_progress_in_a_log_is_a_line_per_change(tree):
 
 def test_progress_on_a_terminal_is_in_place(tree):
     ours, theirs = pty.openpty()
-    process = tree.start("quick --seeds 1 --workers 2 --steps 300", stdout=theirs)
+    process = tree.start("quick --seeds 1 --workers 2 --steps 400", stdout=theirs)
     os.close(theirs)
     seen = b""
     try:
@@ -373,10 +394,11 @@ def test_progress_on_a_terminal_is_in_place(tree):
 def test_time_left_counts_steps_not_runs(tree):
     """A run resumed near its end is soon over, which says nothing of the others: 1000 steps take a second, so the
     other run of 1,000,000 steps takes about 17 minutes, more where the machine is busy."""
-    tree.write(f"runs/{PPO_1}/agent.pt", "998000")
-    tree.write(f"runs/{PPO_1}/log.txt", "\n$ python a --resume b\n 99%|# | 998000/1000000 [00:01<00:00\n")
+    long_1, long_2 = (name.replace("400", "1000000") for name in (PPO_1, PPO_2))
+    tree.write(f"runs/{long_1}/agent.pt", "998000")
+    tree.write(f"runs/{long_1}/log.txt", "\n$ python a --resume b\n 99%|# | 998000/1000000 [00:01<00:00\n")
     process = tree.start("quick --workers 1 --steps 1000000 --only ppo")
-    tree.wait_for_steps(PPO_2)
+    tree.wait_for_steps(long_2)
     process.terminate()
     output, _ = process.communicate(timeout=60)
     (minutes,) = {int(n) for n in re.findall(r"1 done, 1 running.*about (\d+) min left", output)}
@@ -387,9 +409,12 @@ def test_time_left_counts_steps_not_runs(tree):
 def test_real_run_ends_with_figure_and_table(tree):
     result = tree("quick --only ppo --seeds 1 --steps 3072", python=sys.executable)
     assert result.returncode == 0, result.stderr
-    table = (tree.folder / "results/quick/table.md").read_text()
+    folder = tree.folder / "results/quick-3072"
+    table = (folder / "table.md").read_text()
+    assert table.startswith("The paper's claim: SPRL learns faster than PPO.\n") and table in result.stdout
     assert re.search(r"\| ppo \| 0\.\d+ \| 0\.\d+ \| 1 \| 3,072 \|", table)
-    assert (tree.folder / "results/quick/curves.png").stat().st_size > 10_000
+    assert {path.name for path in folder.iterdir()} >= {"curves.png", "scores.md", "scores.png", "report.html"}
+    assert (folder / "curves.png").stat().st_size > 10_000
 
 
 # SLURM ###############################################################################################################
@@ -398,11 +423,19 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     tree.write("../bin/sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" > sbatch-flags\necho Submitted batch job 7\n')
     (tmp_path / "bin/sbatch").chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    assert tree("quick --only ppo --seeds 1 --steps 100").returncode == 0
-    result = tree('quick --steps 100 --slurm --sbatch "--time=4:00:00 --mem=8G"', env=env)
+    assert tree("quick --only ppo --seeds 1 --steps 400").returncode == 0
+    result = tree('quick --steps 400 --slurm --sbatch "--time=4:00:00 --mem=8G"', env=env)
     assert result.returncode == 0 and "Submitted batch job 7" in result.stdout and "figure" in result.stdout
+    assert any("figure results/quick-400" in line for line in tree.lines("analysed")), "of what is finished"
     flags = tree.lines("sbatch-flags")
     assert {"--array=2,3,4", "--requeue", "--open-mode=append", "--time=4:00:00", "--mem=8G"} <= set(flags)
+    tree.forget()
+    tree.write("fail", SPRL_2)
+    failed = subprocess.run(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": "4"})
+    assert failed.returncode == 3
+    result = tree("quick --steps 400 --slurm", env=env)
+    assert result.stderr == f"not finished: runs/{SPRL_2}/log.txt: RuntimeError: out of luck\n"
+    tree.write("fail")
     tree.forget()
     for task in "234":
         wrapped = subprocess.run(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": task})
@@ -410,8 +443,8 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     assert tree.started() == QUICK[1:]
     tree.forget()
     (tree.folder / "sbatch-flags").unlink()
-    again = tree("quick --steps 100 --slurm", env=env)
-    assert again.returncode == 0 and "figure and table: results/quick" in again.stdout
+    again = tree("quick --steps 400 --slurm", env=env)
+    assert again.returncode == 0 and "figure, tables and report: results/quick-400" in again.stdout
     assert tree.started() == [] and not (tree.folder / "sbatch-flags").exists()
 
 
@@ -429,7 +462,7 @@ def test_slurm_for_real(tree):
         pytest.skip(reason)
 
     def submit():
-        result = tree("quick --steps 1000 --slurm")
+        result = tree("quick --steps 400 --slurm")
         assert result.returncode == 0, result.stderr
         tree.jobs.append(re.search(r"Submitted batch job (\d+)", result.stdout)[1])
         return tree.jobs[-1]
@@ -453,9 +486,9 @@ def test_slurm_for_real(tree):
     tree.wait_for(lambda: all(finished[name].exists() for name in (PPO_1, PPO_2, SPRL_2)))
     assert starts(PPO_1)[1] == ["--resume", f"runs/{PPO_1}/agent.pt"]
     assert starts(PPO_2)[1] == ["--resume", f"runs/{PPO_2}/agent.pt"]
-    assert len(starts(SPRL_2)) == 1 and not finished[SPRL_1].exists() and tree.checkpoint(SPRL_1) < 1000
+    assert len(starts(SPRL_2)) == 1 and not finished[SPRL_1].exists() and tree.checkpoint(SPRL_1) < 400
     submit()
     tree.wait_for(finished[SPRL_1].exists, seconds=200)
     assert starts(SPRL_1)[1] == ["--resume", f"runs/{SPRL_1}/agent.pt"]
-    tree.wait_for(lambda: "figure and table" in tree("quick --steps 1000 --slurm").stdout)
+    tree.wait_for(lambda: "figure, tables and report" in tree("quick --steps 400 --slurm").stdout)
     assert len(tree.lines("started")) == 4 + 3
