@@ -315,12 +315,8 @@ def figure(args):
         fail(f"--smooth {args.smooth} is out of range, accepted: 1 or more")
     runs = read_folder(args.folder)
     write_table(make_table(runs), args.folder, args.claim)
-    accuracies = args.rnet_accuracy and any(
-        len(points(run, "rnet_accuracy")[0])
-        for by_method in runs.values()
-        for seeds in by_method.values()
-        for run in seeds
-    )
+    every_run = [run for by_method in runs.values() for seeds in by_method.values() for run in seeds]
+    accuracies = args.rnet_accuracy and any(len(points(run, "rnet_accuracy")[0]) for run in every_run)
     draw(runs, os.path.join(args.folder, "curves.png"), args.smooth, accuracies)
     print(Path(args.folder, "table.md").read_text(encoding="utf-8"), end="")
 

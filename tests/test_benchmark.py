@@ -269,8 +269,8 @@ def test_failed_run_is_listed_and_tried_again(tree):
 
 
 def test_other_steps_are_other_runs(tree):
-    """Learning rates fall to 0 over a run's steps, so one of fewer steps is no beginning of it, nor is it a point on the
-    same figure."""
+    """Learning rates fall to 0 over a run's steps, so one of fewer steps is no beginning of it, nor belongs in the same
+    figure."""
     assert tree("quick --only ppo --seeds 1 --steps 400").returncode == 0
     assert tree("quick --only ppo --seeds 1 --steps 500").returncode == 0
     first, second = tree.lines("started")
