@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -154,12 +155,15 @@ class Args:
 
 
 RANGES = {  # what check_args accepts: (lowest, highest)
-    (1, np.inf): "total_timesteps num_envs num_steps num_minibatches update_epochs max_episode_steps k "
-    "num_tolerance_samples ring_size positive_bias rnet_triplets rnet_batch_size rnet_intervals heldout_pairs "
-    "n_substeps",
-    (0, np.inf): "seed checkpoint_interval learning_rate clip_coef ent_coef vf_coef max_grad_norm "
-    "stack_observations cost_scale tolerance negative_bias rnet_start rnet_learning_rate rnet_weight_decay "
-    "action_noise",
+    (1, 2**31 - 1): "total_timesteps num_steps num_minibatches update_epochs k num_tolerance_samples ring_size "
+    "positive_bias rnet_triplets rnet_batch_size rnet_intervals heldout_pairs",
+    (1, 10**7): "max_episode_steps",
+    (1, 2**16): "num_envs n_substeps",
+    (0, 2**31 - 1): "checkpoint_interval tolerance negative_bias rnet_start",
+    (0, 2**30): "seed",
+    (0, 1000): "stack_observations",
+    (0, np.inf): "learning_rate clip_coef ent_coef vf_coef max_grad_norm cost_scale rnet_learning_rate "
+    "rnet_weight_decay action_noise",
     (0, 1): "gamma gae_lambda label_smoothing rnet_ready_accuracy",
     (0, 100): "cost_percentile",
     (-np.inf, np.inf): "cost_bias",
@@ -169,6 +173,14 @@ RANGES = {  # what check_args accepts: (lowest, highest)
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
     sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
+
+
+def say(message):
+    """Prints a line; a run whose output goes to a full disk goes on without it."""
+    try:
+        print(message, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # or its buffer would be tried again at the end
 
 
 def parse_args(default):
@@ -194,11 +206,12 @@ def check_args(args):
         for name in names.split():
             value = getattr(args, name)
             values = value if isinstance(value, tuple) else (value,)
-            if not all(low <= number <= high and np.isfinite(number) for number in values):
+            fits = (isinstance(n, (int, float)) and low <= n <= high and abs(n) != np.inf for n in values)
+            if not all(fits):
                 fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches} does not divide num_envs * num_steps = {batch}")
+        fail(f"--num-minibatches {args.num_minibatches}, accepted: a divisor of num_envs * num_steps = {batch}")
 
 
 def check_window(args):
@@ -354,6 +367,18 @@ def make_agent(envs, args):
     return GaussianAgent(trunk, trunk.out_features, envs.single_action_space.shape[0])
 
 
+def storage(shape, dtype, device):
+    """Zeros for frames. What the machine has no room for is refused now: it would fill up in the middle of the run."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[1]
+    size = np.prod(shape, dtype=float) * dtype.itemsize
+    if size > room:
+        flags = "--num-envs, --num-steps, --stack-observations, --ring-size or --memory-size"
+        fail(f"{flags}: frames of {shape} want {size / 1e9:.0f} GB, accepted: less than the {room / 1e9:.0f} GB here")
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def stack_frames(frames, depths, rows, envs, m):
     """What a network sees (B, m + 1, ...): the frames at (rows, envs), each after the m before it. An episode's first
     frame is repeated before it, so no stack crosses an episode; `depths` counts the steps since the episode began."""
@@ -428,7 +453,7 @@ class Ring:
     episode's start and after a non-zero reward, and no pair ever crosses a cut. `depths` counts since the episode's."""
 
     def __init__(self, num_rows, num_envs, obs_shape, dtype, device):
-        self.frames = torch.zeros((num_rows, num_envs, *obs_shape), dtype=dtype, device=device)
+        self.frames = storage((num_rows, num_envs, *obs_shape), dtype, device)
         self.depths, self.ages = torch.zeros((2, num_rows, num_envs), dtype=torch.int64, device=device)
         self.head = self.size = self.unseen = 0  # next row to write, rows in use, rows the RNet has not trained on
 
@@ -605,12 +630,71 @@ def load_checkpoint(path, script):
         fail(f"--resume {path}: no such file, accepted: an agent.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        found, _ = checkpoint["script"], dict(checkpoint["args"])["env_id"]
+        found, *_ = (checkpoint[name] for name in ("script", "command", "iteration", "global_step"))
+        dict(checkpoint["args"])["env_id"]
     except Exception as error:
-        fail(f"--resume {path} is not a readable checkpoint, truncated or not one: {error!r:.100}")
+        fail(f"--resume {path} is truncated or no checkpoint, accepted: an agent.pt of {script} ({error!r:.100})")
     if found != script:
-        fail(f"--resume {path} was written by {found}, not by {script}")
+        fail(f"--resume {path} was written by {found}, accepted: an agent.pt of {script}")
     return checkpoint
+
+
+def resume_args(path, script):
+    """The settings of a run that goes on, its own with the command line on top, and its checkpoint. What would make it
+    another run is refused."""
+    checkpoint = load_checkpoint(path, script)
+    old = {name: value for name, value in checkpoint["args"].items() if hasattr(Args, name)}
+    unknown = checkpoint["args"].keys() - old.keys()
+    if unknown:
+        warn(f"--resume {path}: these settings of it are not known here, left out: {', '.join(sorted(unknown))}")
+    args = parse_args(Args(**old | {"resume": path}))
+    for name in ("env_id", "seed", "num_envs", "num_steps"):
+        flag, before, now = f"--{name.replace('_', '-')}", old.get(name, getattr(Args, name)), getattr(args, name)
+        if before != now:
+            fail(f"{flag} {now} with --resume {path}, accepted: {before}, by which it was trained")
+    folder = os.path.dirname(os.path.abspath(path))
+    if args.run_name not in (old.get("run_name"), os.path.basename(folder)):
+        fail(f"--run-name {args.run_name} with --resume {path}, accepted: no other folder than the checkpoint's own")
+    if os.path.basename(path) != "agent.pt" and os.path.exists(f"{folder}/agent.pt"):
+        fail(f"--resume {path} would overwrite the agent.pt beside it, accepted: a checkpoint in a folder of its own")
+    return args, checkpoint
+
+
+def load_learned(learned, checkpoint):
+    """Gives each part what the checkpoint has of it, all but the ring, which need not be there."""
+    unused = {"rnet", "icm"} & checkpoint.keys() - learned.keys()
+    if unused:
+        raise ValueError(f"its {', '.join(unused)} would be lost")
+    for name, part in learned.items():
+        if name != "ring" or name in checkpoint:
+            part.load_state_dict(checkpoint[name])
+
+
+def make_run_dir(run_name, resume):
+    """The folder of the run, made if missing: below runs/, or where the checkpoint lies. Nothing is overwritten."""
+    flag, run_dir = f"--run-name {run_name}", os.path.join("runs", run_name)
+    if resume is not None:
+        flag, run_dir = f"--resume {resume}", os.path.dirname(os.path.abspath(resume))
+    elif os.path.normpath(run_name).startswith((".", "/")):
+        fail(f"{flag}, accepted: a name below runs/")
+    elif os.path.exists(f"{run_dir}/agent.pt"):
+        fail(f"{flag}: {run_dir}/agent.pt exists; --resume it or choose another name")
+    try:
+        os.makedirs(run_dir, exist_ok=True)
+        with open(f"{run_dir}/agent.pt.tmp", "wb"):
+            os.remove(f"{run_dir}/agent.pt.tmp")
+    except OSError as error:
+        fail(f"{flag}: {run_dir} cannot be written, accepted: a folder that can ({error!r:.100})")
+    return run_dir
+
+
+def find_commit():
+    """Of this script, if git is here and knows it."""
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
 
 
 class TensorBoard(SummaryWriter):
@@ -666,19 +750,10 @@ def plot_curve(history, title, path):
 
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
-    args = parse_args(Args())
+    args, checkpoint = parse_args(Args()), None
     script = os.path.basename(__file__)
-    checkpoint = None
-    if args.resume:
-        checkpoint = load_checkpoint(args.resume, script)
-        known = {name: value for name, value in checkpoint["args"].items() if hasattr(Args, name)}
-        args = parse_args(Args(**{**known, "resume": args.resume}))
-        if args.env_id != checkpoint["args"]["env_id"]:
-            fail(f"--resume {args.resume} was trained on {checkpoint['args']['env_id']}, not on {args.env_id}")
-        for name in ("num_envs", "num_steps"):
-            flag, old, new = f"--{name.replace('_', '-')}", checkpoint["args"][name], getattr(args, name)
-            if old != new:
-                fail(f"--resume {args.resume} was trained with {flag} {old}, not {new}")
+    if args.resume is not None:
+        args, checkpoint = resume_args(args.resume, script)
     check_args(args)
     check_window(args)
     batch_size = args.num_envs * args.num_steps
@@ -717,7 +792,7 @@ if __name__ == "__main__":
     # rows before `past` hold what the window and the frame stack still need of earlier rollouts
     window = args.k + args.num_tolerance_samples * args.tolerance if args.cost_scale else 0
     past = window + args.stack_observations
-    obs = torch.zeros((past + args.num_steps + 1, args.num_envs, *obs_shape), dtype=obs_dtype, device=device)
+    obs = storage((past + args.num_steps + 1, args.num_envs, *obs_shape), obs_dtype, device)
     depths = torch.zeros(obs.shape[:2], dtype=torch.int64, device=device)  # steps since the frame's episode began
     ages = np.zeros(obs.shape[:2], np.int64)  # steps since its segment began: since the episode did, or the last reward
     states = np.zeros(obs.shape[:2], np.int64)  # what `observe` says of the frame
@@ -742,9 +817,9 @@ if __name__ == "__main__":
 
     if checkpoint:
         try:
-            for name, part in learned.items():
-                if name in checkpoint:
-                    part.load_state_dict(checkpoint[name])
+            load_learned(learned | ({"ring": ring} if ring else {}), checkpoint)
+            if rnet:  # what the command line says holds, not what the optimiser was saved with
+                rnet_optimizer.param_groups[0].update(lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay)
             envs.load_state_dict(checkpoint["worlds"])
             if ring:
                 ring.unseen = 0  # the window starts empty, and what is in it is asked of the held-out pairs
@@ -758,18 +833,11 @@ if __name__ == "__main__":
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
 
-    run_dir = os.path.join("runs", args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}")
-    run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else run_dir
-    if not checkpoint and os.path.exists(f"{run_dir}/agent.pt"):
-        fail(f"--run-name {args.run_name}: {run_dir}/agent.pt exists; --resume it or choose another name")
-    try:
-        os.makedirs(run_dir, exist_ok=True)
-    except OSError as error:
-        fail(f"--run-name {args.run_name}: {run_dir} cannot be made, accepted: a folder that can ({error!r:.100})")
+    run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = make_run_dir(run_name if args.run_name is None else args.run_name, args.resume)
     command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "rev-parse", "--short", "HEAD"]
     versions = {
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
+        "commit": find_commit(),
         "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
         "gymnasium": gym.__version__, "envpool": envpool.__version__,
     }  # fmt: skip
@@ -780,7 +848,7 @@ if __name__ == "__main__":
         sinks["TensorBoard"].add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         sinks["TensorBoard"].flush()
     except OSError as error:
-        fail(f"--run-name {args.run_name}: {run_dir} cannot be written, accepted: a folder that can ({error!r:.100})")
+        fail(f"{run_dir} cannot be written, accepted: a --run-name or --resume whose folder can ({error!r:.100})")
     wandb_id = checkpoint and checkpoint.get("wandb_id")  # a resumed run goes on with its own charts
     if args.track:
         try:
@@ -794,22 +862,21 @@ if __name__ == "__main__":
             wandb_id = sinks["W&B"].id
         except Exception as error:
             warn(f"W&B cannot be reached, going on without it: {error!r:.100}")
-    print(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
+    say(f"{method} on {args.env_id} ({device}), writing to {run_dir}")
     if ring:
-        print(f"ring: {len(ring.frames)} steps x {args.num_envs} environments, {ring.frames.nbytes / 1e6:.1f} MB")
+        say(f"ring: {len(ring.frames)} steps x {args.num_envs} environments, {ring.frames.nbytes / 1e6:.1f} MB")
     if checkpoint:
-        kept = "" if "ring" in checkpoint or not ring else "; the ring starts empty"
-        print(f"resumed at step {global_step:,} with new episodes, a simulator's state cannot be saved{kept}")
+        lost = ", without the replay ring" * bool(ring and "ring" not in checkpoint)
+        say(f"resumed at step {global_step:,} with new episodes, a simulator's state cannot be saved{lost}")
 
-    progress, next_checkpoint = None, global_step + (args.checkpoint_interval or args.total_timesteps)
+    progress, next_checkpoint = None, global_step + (args.checkpoint_interval or np.inf)
     fault = None  # what ends the run with exit code 1
     start_time, start_step = time.time(), global_step
     bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", smoothing=0.05, mininterval=1.0)
 
     for iteration in range(first_iteration, num_iterations + 1):
         frac = 1.0 - (iteration - 1.0) / num_iterations
-        if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+        optimizer.param_groups[0]["lr"] = frac * args.learning_rate if args.anneal_lr else args.learning_rate
         clip_coef = frac * args.clip_coef if args.anneal_clip else args.clip_coef
         charts = {}
         finished_returns, finished_lengths = [], []
@@ -825,8 +892,12 @@ if __name__ == "__main__":
                 )
                 action, logprob, _, value = agent.get_action_and_value(policy_obs)
             actions[step], logprobs[step], values[step] = action, logprob, value
-            next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
-            fault = None if stop_signals else find_fault(envs, next_obs, reward)  # a stop may reach the workers too
+            try:
+                next_obs, reward, terminations[step], truncations[step], _ = envs.step(action.cpu().numpy())
+                fault = None if stop_signals else find_fault(envs, next_obs, reward)  # a stop may reach the workers too
+            except Exception as error:
+                traceback.print_exc()
+                fault = f"{type(error).__name__}, see above"
             if fault:
                 fault = f"{args.env_id} at step {global_step + (step + 1) * args.num_envs}: {fault}"
                 break
@@ -917,6 +988,7 @@ if __name__ == "__main__":
                 "losses/value_loss": v_loss, "losses/policy_loss": pg_loss, "losses/entropy": entropy_loss,
                 "losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean(),
                 "losses/grad_norm": grad_norm,
+                "losses/weight_norm": nn.utils.get_total_norm([part.detach() for part in agent.parameters()]),
             }  # fmt: skip
 
         # UPDATE RNET #################################################################################################
@@ -963,6 +1035,7 @@ if __name__ == "__main__":
                 batch_accuracies = torch.stack(batch_accuracies).tolist()
                 charts |= {"rnet/train_accuracy": np.mean(batch_accuracies), "rnet/loss": loss}
                 charts["rnet/grad_norm"] = nn.utils.get_total_norm([part.grad for part in rnet.parameters()])
+                charts["rnet/weight_norm"] = nn.utils.get_total_norm([part.detach() for part in rnet.parameters()])
                 embeddings, ring.unseen = None, 0
             schedule.trained(global_step, args.rnet_intervals, batch_accuracies, args.rnet_ready_accuracy)
             charts |= {"rnet/triplets": count, "rnet/ready": float(schedule.ready)}
@@ -1012,7 +1085,7 @@ if __name__ == "__main__":
         if args.save_ring:
             kept = [part[: past + 1].clone() for part in (obs, depths, torch.from_numpy(ages))]
             progress |= dict(zip(("past_obs", "past_depths", "past_ages"), kept))
-        if global_step >= next_checkpoint:
+        if global_step + batch_size > next_checkpoint:  # the next end of an iteration would be too late
             if save_checkpoint(progress, learned, f"{run_dir}/agent.pt") and "TensorBoard" not in sinks:
                 with contextlib.suppress(OSError):  # there is room again
                     sinks["TensorBoard"] = TensorBoard(run_dir)
@@ -1029,9 +1102,9 @@ if __name__ == "__main__":
     if stop_signals:
         resume = shlex.join(["python", script, "--resume", f"{run_dir}/agent.pt"])
         resume = f", resume: {resume}" if kept else " before anything was learned"
-        print(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
+        say(f"stopped by {signal.Signals(stop_signals[0]).name}{resume}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
-    print(
+    say(
         f"{method} {args.env_id} seed {args.seed}: return {np.mean(recent or [0]):.3f}, success "
         f"{np.mean(np.array(recent or [0]) > 0):.2f} over the last {len(recent)} episodes, {global_step:,} steps in "
         f"{elapsed + time.time() - start_time:.0f} s, {peak:.1f} GB of memory at most"
@@ -1040,7 +1113,8 @@ if __name__ == "__main__":
     )
     if fault:
         resume = f"{run_dir}/agent.pt is the last good checkpoint" if kept else "no checkpoint was written yet"
-        print(f"{script}: error: {fault}; {resume}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"{script}: error: {fault}; {resume}", file=sys.stderr)
     for sink in sinks.values():
         with contextlib.suppress(Exception):  # all is saved by now
             sink.finish()

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import re
 import runpy
+import shlex
 import signal
 import sys
 import textwrap
@@ -100,7 +101,7 @@ def run(tmp_path, monkeypatch):
         if probes:
             path = tmp_path / script_name
             path.write_text(probed((ROOT / script_name).read_text(), probes))
-        monkeypatch.setattr(sys, "argv", [script_name, *flags.split()])
+        monkeypatch.setattr(sys, "argv", [script_name, *shlex.split(flags)])
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         thread_hook = threading.excepthook
         try:
@@ -215,7 +216,7 @@ def shared_run(tmp_path_factory):
             with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
                 patched.chdir(folder)
                 patched.setattr(Figure, "savefig", lambda *_, **__: None)
-                patched.setattr(sys, "argv", [script_name, *flags.split()])
+                patched.setattr(sys, "argv", [script_name, *shlex.split(flags)])
                 path = folder / script_name
                 path.write_text(probed((ROOT / script_name).read_text(), probes or {}))
                 try:

@@ -11,11 +11,15 @@
 # --limit MB       the most that may be added between the ring's being full and the end (default: 30)
 # --python PATH    the interpreter (default: .venv/bin/python if there is one, else python3)
 #
-# Memory is the resident size of the run and its workers, sampled once a second; "before" and "after" are means of the
-# first and the last fifth of the samples that were taken with a full ring. The limit leaves room for the history, a row
-# per iteration, and for what the allocator keeps. Exit code 1: one grew by more, ended early or never filled its ring.
+# Memory is the resident size of the run and its workers, sampled once a second; "before" and "after" are the least of the
+# first and of the last fifth of the samples that were taken with a full ring: what comes and goes is not in it. The limit
+# leaves room for the history, a row per iteration, and for what the allocator keeps. Exit code 1: one grew by more, ended
+# early or never filled its ring.
 set -uo pipefail
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # many small runs at a time must not fight for the cores
+# on the CPU oneDNN keeps the code of up to 1024 convolutions, one for each size of batch: memory grows by tens of MB until
+# it has them all, which would hide a leak
+export ONEDNN_PRIMITIVE_CACHE_CAPACITY=${ONEDNN_PRIMITIVE_CACHE_CAPACITY:-64}
 root=$(cd "$(dirname "$0")/.." && pwd)
 minutes=30 workers=1 only='' limit=30 python=$root/.venv/bin/python
 [[ -x $python ]] || python=python3
@@ -70,9 +74,13 @@ soak() { # one script; its verdict goes to SCRIPT.row
       if (status) {print "- - - - ended with exit code " status; exit}
       if (n < 15) {print "- - - - too short: the ring was not full for long enough"; exit}
       part = int(n / 5)
-      for (i = 0; i < part; i++) {before += mb[i] / part; after += mb[n - 1 - i] / part}
+      before = mb[0]; after = mb[n - 1]
+      for (i = 0; i < part; i++) {
+        if (mb[i] < before) before = mb[i]
+        if (mb[n - 1 - i] < after) after = mb[n - 1 - i]
+      }
       verdict = after - before > limit ? "GROWS" : "flat"
-      printf "%d %.0f %.0f %+.1f %s\n", last, before, after, after - before, verdict
+      printf "%d %d %d %+d %s\n", last, before, after, after - before, verdict
     }' "$script.samples" >"$script.row"
 }
 

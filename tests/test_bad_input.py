@@ -34,9 +34,9 @@ TABLE = [
     (LAB, f"--env-id {MAZE} --renderer vulkan", ("--renderer", "vulkan", "software", "hardware")),
     (LAB, f"--env-id {MAZE} --level-cache", ("--level-cache",)),
     # ranges
-    (ALL, "--seed -1", ("--seed", "-1", "0 to inf")),
-    (ALL, "--total-timesteps 0", ("--total-timesteps", "0", "1 to inf")),
-    (ALL, "--num-envs 0", ("--num-envs", "0", "1 to inf")),
+    (ALL, "--seed -1", ("--seed", "-1", "0 to 1073741824")),
+    (ALL, "--total-timesteps 0", ("--total-timesteps", "0", "1 to 2147483647")),
+    (ALL, "--num-envs 0", ("--num-envs", "0", "1 to 65536")),
     (ALL, "--num-steps -5", ("--num-steps", "-5")),
     (ALL, "--gamma 1.01", ("--gamma", "1.01", "0 to 1")),
     (ALL, "--gae-lambda -0.1", ("--gae-lambda", "-0.1", "0 to 1")),
@@ -52,7 +52,7 @@ TABLE = [
     (SPRL, "--tolerance -1", ("--tolerance", "-1")),
     (SPRL, "--num-tolerance-samples 0", ("--num-tolerance-samples", "0")),
     (SPRL, "--cost-bias nan", ("--cost-bias", "nan")),
-    (LEARNS, "--k -2", ("--k", "-2", "1 to inf")),
+    (LEARNS, "--k -2", ("--k", "-2", "1 to 2147483647")),
     (LEARNS, "--label-smoothing 2", ("--label-smoothing", "2.0", "0 to 1")),
     (LEARNS, "--rnet-intervals 0 1 1", ("--rnet-intervals", "(0, 1, 1)")),
     (LEARNS, "--rnet-batch-size 0", ("--rnet-batch-size", "0")),
@@ -89,7 +89,32 @@ TABLE = [
     ((ECO, ICM, GTGRID), f"--env-id {MAZE} --max-episode-steps 9", ("--max-episode-steps 9", MAZE, "minigrid, atari")),
     (LAB, f"--env-id {MAZE} --renderer hardware", ("--renderer hardware", "labmaze", "deepmind_lab")),
     (LAB, f"--env-id {MAZE} --level-cache maps", ("--level-cache maps", "labmaze", "deepmind_lab")),
+    # too large
+    (ALL, "--seed 4294967296", ("--seed 4294967296", "0 to 1073741824")),
+    (ALL, f"--total-timesteps {10**30}", (f"--total-timesteps {10**30}", "1 to 2147483647")),
+    (ALL, f"--num-steps {10**12}", (f"--num-steps {10**12}", "1 to 2147483647")),
+    (ALL, "--num-steps 2000000000", ("--num-steps", "(2000000", "GB")),
+    (ALL, "--num-envs 1000000", ("--num-envs 1000000", "1 to 65536")),
+    (ALL, "--stack-observations 1001", ("--stack-observations 1001", "0 to 1000")),
+    (ALL, "--seed 1e400", ("--seed", "1e400")),
+    (ALL, "--learning-rate 1e400", ("--learning-rate inf",)),
+    (LEARNS, f"--ring-size {10**12}", (f"--ring-size {10**12}", "1 to 2147483647")),
+    (LEARNS, "--ring-size 2000000000", ("--ring-size", "(1000000000, 2, ", "GB")),
+    ((ATARI, DMLAB, ECO), "--rnet-width 1000000", ("--rnet-width 1000000", "1 to 1024")),
+    ((ECO,), "--memory-size 2000000000", ("--memory-size", "(2, 2000000000, ", "GB")),
+    ((GTGRID,), f"--cell-size {10**24}", (f"--cell-size {10**24}", "1 to 65536")),
+    ((MINIGRID, ATARI, FETCH), f"--max-episode-steps {10**12}", (f"--max-episode-steps {10**12}", "1 to 10000000")),
+    ((FETCH, ECO, ICM), f"--n-substeps {10**12}", (f"--n-substeps {10**12}", "1 to 65536")),
+    # combinations that cannot be
+    ((MINIGRID,), "--rnet oracle --env-id MiniGrid-Dynamic-Obstacles-6x6-v0", ("--rnet oracle", "--rnet learned")),
+    ((ECO, ICM, GTGRID), "--env-id", ("--env-id",)),
     # files
+    (ALL, "--resume ''", ("--resume ", "no such file")),
+    (ALL, "--resume .", ("--resume .", "no such file")),
+    (ALL, "--resume nameless.pt", ("--resume nameless.pt", "command")),
+    (ALL, "--run-name ''", ("--run-name ", "below runs/")),
+    (ALL, "--run-name ..", ("--run-name ..", "below runs/")),
+    (ALL, "--run-name a/../../b", ("--run-name a/../../b", "below runs/")),
     (ALL, "--resume nowhere/agent.pt", ("--resume", "nowhere/agent.pt")),
     (ALL, "--resume empty.pt", ("--resume", "empty.pt")),
     (ALL, "--resume truncated.pt", ("--resume", "truncated.pt")),
@@ -120,7 +145,9 @@ def broken_files(tmp_path, monkeypatch):
     is no DeepMind Lab."""
     monkeypatch.setitem(sys.modules, "deepmind_lab", None)
     (tmp_path / "empty.pt").touch()
-    torch.save({"script": "ppo_other.py", "args": {"env_id": "World-v0"}}, tmp_path / "other.pt")
+    whole = {"script": "ppo_other.py", "args": {"env_id": "World-v0"}, "command": "", "iteration": 1, "global_step": 1}
+    torch.save(whole, tmp_path / "other.pt")
+    torch.save({"script": "ppo_other.py", "args": whole["args"]}, tmp_path / "nameless.pt")
     torch.save({"script": "ppo_sprl_minigrid.py"}, tmp_path / "bare.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "truncated.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:-200])
@@ -136,15 +163,16 @@ def test_the_table_is_long_enough():
 @pytest.mark.parametrize("name, flags, words", CASES)
 def test_wrong_invocation(name, flags, words, run, broken_files, tmp_path, capfd):
     before = sorted(tmp_path.rglob("*"))
+    first = [flag for flag in SMALL.split("--") if flag.split()[:1] != flags.replace("--", "").split()[:1]]
     with pytest.raises(SystemExit) as end:
-        run(f"{SMALL} {flags} {'' if 'timesteps' in flags else '--total-timesteps 16'}", name)
+        run(f"{'--'.join(first)} {'' if 'timesteps' in flags else '--total-timesteps 16'} {flags}", name)
     said = capfd.readouterr().err.strip()
     assert end.value.code == 2 and said.count("\n") == 0, said
     assert said.startswith(f"{name}: error: ") and all(word in said for word in words), said
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
 
 
-@pytest.mark.parametrize("missing", ["worlds", "next_obs", "numpy_rng", "elapsed", "history"])
+@pytest.mark.parametrize("missing", ["agent", "optimizer", "worlds", "next_obs", "numpy_rng", "elapsed", "history"])
 def test_checkpoint_that_lacks_something(run, tmp_path, capfd, missing):
     run(f"{SMALL} --cost-scale 0 --run-name one{steps(1)}")
     path = tmp_path / "runs" / "one" / "agent.pt"
@@ -172,7 +200,10 @@ def test_checkpoint_of_another_world(run, capfd, other):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--resume maze.pt --engine deepmind_lab", ("--resume maze.pt", "on labmaze, not on deepmind_lab")),
+        (
+            "--resume maze.pt --engine deepmind_lab",
+            ("--engine deepmind_lab with --resume maze.pt", "accepted: labmaze"),
+        ),
         (f"--env-id {MAZE} --engine deepmind_lab --level-cache maze.pt", ("--level-cache maze.pt", "a folder")),
         (f"--env-id {MAZE} --engine deepmind_lab --level-cache maze.pt/a", ("--level-cache maze.pt/a", "a folder")),
     ],
@@ -181,7 +212,8 @@ def test_with_the_real_engine(name, flags, words, run, tmp_path, monkeypatch, ca
     """A checkpoint of the stand-in, and a level cache that is no folder; nothing of the engine is started."""
     monkeypatch.setitem(sys.modules, "deepmind_lab", types.ModuleType("deepmind_lab"))
     settings = {"env_id": MAZE, "engine": "labmaze", "num_envs": 2, "num_steps": 8}
-    torch.save({"script": name, "args": settings}, tmp_path / "maze.pt")
+    whole = {"script": name, "args": settings, "command": "", "iteration": 1, "global_step": 16}
+    torch.save(whole, tmp_path / "maze.pt")
     with pytest.raises(SystemExit) as end:
         run(flags if "--resume" in flags else f"{SMALL} {flags}", name)
     said = capfd.readouterr().err.strip()

@@ -116,6 +116,15 @@ def test_log_on_a_full_disk(run, tmp_path, monkeypatch):
     assert len(result["history"]) == 4 and os.path.exists(CHECKPOINT)
 
 
+def test_output_on_a_full_disk(tmp_path):
+    """`> log`: nothing is said, all is saved, and SIGTERM's exit code stays 0."""
+    command = [sys.executable, str(ROOT / CANONICAL), *f"{PPO}{steps(2)}".split()]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 0 and "Error" not in ran.stderr, ran.stderr
+    assert torch.load(tmp_path / CHECKPOINT, weights_only=True)["iteration"] == 2
+
+
 def test_folder_removed(run, capfd):
     """With the next checkpoint all is there again but the charts in between, and those are in its history."""
     remove = at(4, "import shutil; shutil.rmtree(run_dir)")
@@ -197,6 +206,17 @@ def test_wrong_reward(run, capfd, reward):
     assert len(run(f"--resume {CHECKPOINT}")["history"]) == 4
 
 
+def test_world_that_raises(run, capfd):
+    """Its traceback, then one line; what was learned before it is saved."""
+    raises = at(4, "envs.step = lambda actions: 1 // 0")
+    with pytest.raises(SystemExit) as end:
+        run(PPO + steps(6), probes={"ROLLOUT": raises})
+    lines = said(capfd)
+    assert end.value.code == 1 and "ZeroDivisionError: integer division or modulo by zero" in lines
+    assert f"{FOUR_ROOMS} at step {3 * BATCH + 4}: ZeroDivisionError, see above" in lines[-1]
+    assert torch.load(CHECKPOINT, weights_only=True)["iteration"] == 3
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_world_has_a_range_of_rewards(name):
     """And a float32 can hold it; a state that is not finite is found too."""
@@ -219,10 +239,15 @@ def test_every_world_has_a_range_of_rewards(name):
 LAST_GRADIENT = (  # of four
     "agent.critic.bias.register_hook(lambda grad: grad * (torch.inf if calls.append(0) or len(calls) == 4 else 1))"
 )
+LAST_STEP = (  # of four, all of whose losses and gradients are finite
+    "optimizer.register_step_post_hook(lambda *_: calls.append(0) or len(calls) == 4 "
+    "and agent.critic.bias.data.fill_(torch.nan))"
+)
 BROKEN = {  # the chart that is named, the probe that breaks it in the third iteration, the last checkpoint
     "losses/policy_loss": ({"UPDATE POLICY": at(3, "advantages[:] = torch.nan")}, 2),
     "losses/value_loss": ({"UPDATE POLICY": at(3, "returns[:] = torch.inf")}, 2),
     "losses/grad_norm": ({"UPDATE POLICY": at(3, "calls = []", LAST_GRADIENT)}, 2),
+    "error: losses/weight_norm": ({"UPDATE POLICY": at(3, "calls = []", LAST_STEP)}, 2),
     "rnet/loss": ({"UPDATE RNET": at(4, "rnet.head[-1].bias.data.fill_(torch.nan)")}, 3),
     "rnet/grad_norm": ({"UPDATE RNET": at(4, "rnet.head[-1].bias.register_hook(lambda grad: grad * torch.inf)")}, 3),
 }

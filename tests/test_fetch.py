@@ -548,7 +548,7 @@ def test_resumed_run_goes_on_with_new_episodes(sprl_run, shared_run):
     before, _, folder = sprl_run
     saved = torch.load(folder / "runs/small/agent.pt", weights_only=True)
     after, printed, _ = shared_run(f"--resume {folder}/runs/small/agent.pt{steps(9)}", FETCH)
-    assert f"resumed at step {7 * BATCH:,} with new episodes" in printed and "the ring starts empty" in printed
+    assert f"resumed at step {7 * BATCH:,} with new episodes" in printed and "without the replay ring" in printed
     assert after["global_step"] == 9 * BATCH and [row["step"] for row in after["history"]] == [
         BATCH * i for i in range(1, 10)
     ]

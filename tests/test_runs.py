@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import CANONICAL, FOUR_ROOMS, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, parameters, steps
+from conftest import BATCH, CANONICAL, FOUR_ROOMS, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, parameters, steps
 
 CHECKPOINT = "runs/small/agent.pt"
 
@@ -57,14 +57,56 @@ def test_resumed_run_equals_uninterrupted_one(run, flags):
     assert saved["worlds"] == expected["worlds"] and torch.equal(saved["torch_rng"], expected["torch_rng"])
 
 
-def test_resumed_without_ring_goes_on(run):
-    """Ring and window start empty, the networks do not."""
+def test_resumed_without_ring_goes_on(run, capsys):
+    """Ring and window start empty, which is said, the networks do not."""
     before = run(SPRL + steps(4))
+    capsys.readouterr()
     after = run(f"--resume {CHECKPOINT}{steps(8)}")
+    assert "without the replay ring and the frames before it\n" in capsys.readouterr().out
     assert after["global_step"] == 2 * before["global_step"] and len(after["history"]) == 8
     assert after["history"][:4] == before["history"]
     unchanged = run(f"--resume {CHECKPOINT}{steps(8)}")  # nothing is left to do
     assert_same_parameters(parameters(unchanged), parameters(after))
+
+
+def test_saved_ring_is_loaded_whatever_is_saved_next(run, capsys):
+    run(f"{SPRL} --save-ring{steps(4)}")
+    ring = torch.load(CHECKPOINT, weights_only=True)["ring"]
+    capsys.readouterr()
+    seen = run(f"--resume {CHECKPOINT} --no-save-ring{steps(5)}", probes={"ROLLOUT": "trace.append(ring.size)"})
+    assert seen["trace"] == [ring["size"]] and "without" not in capsys.readouterr().out
+
+
+def test_stacked_frames_that_are_lost_are_told(run, capsys):
+    run(f"{PPO} --stack-observations 2{steps(1)}")
+    run(f"--resume {CHECKPOINT}{steps(2)}")
+    assert f"resumed at step {BATCH}, without the frames before it\n" in capsys.readouterr().out
+
+
+def test_rates_of_the_command_line_hold(run):
+    """And not those that the optimisers were saved with."""
+    run(SPRL + steps(4))
+    flags = "--no-anneal-lr --learning-rate 0.5 --rnet-learning-rate 0.25 --rnet-weight-decay 0.125"
+    look = (
+        "trace += [[o.param_groups[0][rate] for rate in ('lr', 'weight_decay')] for o in (optimizer, rnet_optimizer)]"
+    )
+    seen = run(f"--resume {CHECKPOINT} {flags}{steps(5)}", probes={"ROLLOUT": look})
+    assert seen["trace"] == [[0.5, 0], [0.25, 0.125]]
+
+
+def test_checkpoints_are_never_further_apart_than_asked(run):
+    """At most two and a half iterations apart: every second one is saved, and the end."""
+    look = (
+        f"trace.append(os.path.exists('{CHECKPOINT}') and torch.load('{CHECKPOINT}', weights_only=True)['iteration'])"
+    )
+    seen = run(f"{PPO} --checkpoint-interval {5 * BATCH // 2}{steps(6)}", probes={"ROLLOUT": look})
+    assert seen["trace"] == [False, False, 2, 2, 4, 4]
+
+
+def test_without_git(run, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    run(PPO + steps(1))
+    assert torch.load(CHECKPOINT, weights_only=True)["versions"]["commit"] == "unknown"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -101,7 +143,7 @@ def test_run_too_short_for_an_episode(run):
 def test_failed_write_keeps_the_older_checkpoint(script, tmp_path, monkeypatch, capsys):
     """The disk fills up in the middle of a write."""
     path, network = tmp_path / "agent.pt", torch.nn.Linear(2, 2)
-    progress = {"script": "me", "args": {"env_id": "World-v0"}, "iteration": 1}
+    progress = {"script": "me", "args": {"env_id": "World-v0"}, "iteration": 1, "global_step": 9, "command": ""}
     script.save_checkpoint(progress, {"agent": network}, str(path))
     before = path.read_bytes()
 
@@ -157,6 +199,12 @@ def test_bad_settings_are_refused(run, capsys, tmp_path, flags):
         (f"--resume {CHECKPOINT} --num-envs 3 --num-minibatches 1", CHECKPOINT),
         (f"--resume {CHECKPOINT} --num-envs 8", CHECKPOINT),
         (f"--resume {CHECKPOINT} --encoding raw", CHECKPOINT),
+        (f"--resume {CHECKPOINT} --seed 77", "--seed 77"),
+        (f"--resume {CHECKPOINT} --run-name other", "--run-name other"),
+        (f"--resume {CHECKPOINT} --cost-scale 0.1", "KeyError('rnet')"),
+        ("--resume runs/small/older.pt", "overwrite the agent.pt beside it"),
+        ("--resume typed.pt", "--k x"),
+        ("--resume wide.pt", "a window of 3 frames, not 0"),
         ("--resume truncated.pt", "truncated.pt"),
         ("--resume empty.pt", "empty.pt"),
         ("--resume text.pt", "text.pt"),
@@ -171,10 +219,31 @@ def test_bad_checkpoints_are_refused(run, capsys, tmp_path, flags, said):
     whole = (tmp_path / CHECKPOINT).read_bytes()
     torch.save(torch.load(CHECKPOINT, weights_only=True) | {"script": "ppo_other.py"}, "foreign.pt")
     torch.save([1, 2], "list.pt")
+    checkpoint = torch.load(CHECKPOINT, weights_only=True)
+    torch.save(checkpoint, "runs/small/older.pt")
+    torch.save(checkpoint | {"past_obs": torch.zeros(4, 4, 7, 7, 3)}, "wide.pt")
+    torch.save(checkpoint | {"args": checkpoint["args"] | {"k": "x"}}, "typed.pt")
     (tmp_path / "truncated.pt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "text.pt").write_text("hello")
     assert_refused(run, capsys, tmp_path, flags, said)
+
+
+def test_rnet_is_not_dropped(run, capsys, tmp_path):
+    """Going on as plain PPO would write a checkpoint without it."""
+    run(SPRL + steps(1))
+    assert_refused(run, capsys, tmp_path, f"--resume {CHECKPOINT} --cost-scale 0", CHECKPOINT, "rnet would be lost")
+
+
+def test_setting_of_another_version(run, capsys):
+    """A checkpoint that knows more goes on, and says what is left out; what it does not know has its default."""
+    run(PPO + steps(1))
+    checkpoint = torch.load(CHECKPOINT, weights_only=True)
+    del checkpoint["args"]["gamma"]
+    torch.save(checkpoint | {"args": checkpoint["args"] | {"warp": 9}}, CHECKPOINT)
+    capsys.readouterr()
+    assert run(f"--resume {CHECKPOINT}{steps(2)}")["args"].gamma == 0.99
+    assert "not known here, left out: warp\n" in capsys.readouterr().err
 
 
 def test_bad_input_ends_the_program(tmp_path):
