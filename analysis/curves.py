@@ -304,7 +304,8 @@ def draw(runs, path, smooth, rnet_accuracy):
         texts.append(f"{method_name(method)} ({seeds})")
     figure.legend(
         [handles[method] for method in methods], texts, loc="outside lower center", ncols=min(len(texts), 2 * columns),
-        frameon=False, title="mean and standard error over seeds", title_fontsize=8,
+        frameon=False, title="mean and standard error over seeds" if max(map(max, counts.values())) > 1 else None,
+        title_fontsize=8,
     )  # fmt: skip
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -88,7 +88,7 @@ def make_notes(rows, scaled, baseline):
         )
     pooled = [row for row in rows if row["env"] == ALL]
     if pooled:
-        text = f"All tasks: the runs of the {pooled[0]['tasks']} tasks that every method has, pooled for the IQM, "
+        text = f"All tasks: the runs of the methods that have all {pooled[0]['tasks']} tasks, pooled for the IQM, "
         notes.append(text + "averaged over tasks for P(better). " if baseline else text.removesuffix(", ") + ". ")
         if scaled:
             notes[-1] += "Returns are scaled in each task from 0, its worst run, to 1, its best. "

@@ -107,8 +107,8 @@ def common_scale(by_score):
 
 
 def make_scores(runs, baseline="ppo", threshold=None):
-    """Rows of the table, one per task and method, then one per method over the tasks that all methods have; None where
-    there is no number. Also whether these last are of scaled returns: they are unless all lie in [-1, 1]."""
+    """Rows of the table, one per task and method, then one over all tasks per method that has run on all of them; None
+    where there is no number. Also whether these last are of scaled returns: they are unless all lie in [-1, 1]."""
     scores, rows = run_scores(runs, threshold), []
     for env_id, (last, goal, by_score) in scores.items():
         for method, found in by_score.items():
@@ -121,8 +121,9 @@ def make_scores(runs, baseline="ppo", threshold=None):
             row["reached"] = int(np.isfinite(found["steps_to"]).sum())
             other = by_score.get(baseline) if method != baseline else None
             rows.append(row | estimates([found], [other] if other else None))
-    methods = dict.fromkeys(method for _, _, by_score in scores.values() for method in by_score)
-    shared = [by_score for _, _, by_score in scores.values() if set(by_score) == set(methods)]
+    tasks = [by_score for _, _, by_score in scores.values()]
+    methods = [method for method in tasks[0] if all(method in by_score for by_score in tasks)]
+    shared = [{method: by_score[method] for method in methods} for by_score in tasks if methods]
     scaled = any(abs(found["final"]).max() > 1 for by_score in shared for found in by_score.values())
     shared = [common_scale(by_score) if scaled else by_score for by_score in shared]
     for method in methods if len(shared) > 1 else ():

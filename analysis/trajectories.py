@@ -209,9 +209,7 @@ def draw(episodes, costs, title, judge_name, path):
             axis.plot(*line[0], "o", markersize=6, color="white", markeredgecolor="black", zorder=3)
             axis.plot(*line[-1], "X", markersize=7, color=colours(0.95), markeredgecolor="black", zorder=3)
             axis.set_title(f"cost {costs[i]:.2f}, {steps} steps", fontsize=9, pad=3)
-    caption = (
-        f"{title}\nCost per step by {judge_name}. White dot: start; cross: end; purple to yellow: time; green: goal."
-    )
+    caption = f"{title}\nCost per step by {judge_name}. White dot: start; cross: end; purple to yellow: time."
     figure.supxlabel(caption, fontsize=8.5, x=0.01, ha="left")
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
@@ -272,6 +270,7 @@ def main(args):
         title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
         title += f"{len(episodes)} {f'trajectories of {length} steps' if length else 'episodes'}, "
         title += "of which each quarter shows an even spread."
+        title += "" if length else " Green: the goal."
         write_costs(episodes, costs, table)
         draw(episodes, costs, title, judge_name, picture)
     print(summary(*list(zip(*played))[1:], args.seed))
