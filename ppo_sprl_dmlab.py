@@ -285,7 +285,7 @@ class LabWorlds(gym.vector.VectorEnv):
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
     resumable = False  # the engine's state cannot be saved, and the stand-in does as the engine does
-    reward_range = (-100, 100)  # the tasks' own are +10, +2 and -1
+    reward_range = (-1000, 1000)  # the tasks' own are +10, +2 and -1
 
     def __init__(self, env_id, num_envs):
         if env_id not in TASKS:
