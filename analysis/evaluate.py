@@ -275,6 +275,7 @@ def main(args):
     if args.video and watched is None:
         drawn = DrawnFetch(run.args, envs.max_episode_steps)
         play(drawn, agent, *settings, np.array([3]), run.world_seed, args.greedy, frames)
+        drawn.env.close()  # or its renderer complains when the program ends
     envs.close()
     _, returns, lengths = zip(*episodes)
     engine = {"LabMazes": ", engine labmaze", "DeepMindLab": ", engine deepmind_lab"}.get(type(envs).__name__, "")

@@ -97,6 +97,21 @@ def test_learning_rewards_are_clipped(atari):
     assert rewards[0, 1] == 20, "the raw ones stay"
 
 
+def test_policy_is_the_nature_network(atari):
+    """Layer by layer, on numbers: 84 -> 20 -> 9 -> 7 places, 512 features."""
+    torch.manual_seed(0)
+    network = atari.NatureCNN((84, 84, 1), 4)
+    obs = torch.randint(0, 256, (2, 4, 84, 84, 1), dtype=torch.uint8)
+    x = obs[..., 0].float() / 255
+    shapes = [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3)]
+    convs = [layer for layer in network.convs if isinstance(layer, torch.nn.Conv2d)]
+    assert [tuple(conv.weight.shape) for conv in convs] == shapes and network.dense.weight.shape == (512, 64 * 7 * 7)
+    for conv, stride in zip(convs, (4, 2, 1)):
+        x = torch.nn.functional.conv2d(x, conv.weight, conv.bias, stride).clamp(min=0)
+    x = (x.flatten(1) @ network.dense.weight.T + network.dense.bias).clamp(min=0)
+    torch.testing.assert_close(network(obs), x, rtol=1e-4, atol=1e-5)
+
+
 def test_positions_are_those_in_the_ram(atari, capsys):
     """By hand, then in the game: the agent starts in room 1 at (77, 235), and LEFT takes it to the left by 4 a step."""
     envs = atari.AtariGames(MONTEZUMA, 2, 60)
@@ -248,6 +263,10 @@ def test_cost_pair_by_pair(atari, rnet_input):
         costs = atari.ksp_cost(rnet, embeddings, ages[3:], 2, 1, 3, 90.0)
         rnet.chunk = 7  # fewer than there are pairs
         assert torch.equal(atari.ksp_cost(rnet, embeddings, ages[3:], 2, 1, 3, 90.0), costs)
+        with torch.autocast("cpu", torch.bfloat16):  # with CUDA the run's are made so, in half precision
+            embeddings = atari.embed_frames(rnet.embed, frames, torch.from_numpy(depths), *everything)
+            halved = atari.ksp_cost(rnet, embeddings, ages[3:], 2, 1, 3, 90.0)
+        assert halved.dtype == torch.float32 and (halved == costs).float().mean() > 0.8
     for t, n in np.ndindex(*costs.shape):
         expected = slow_cost(scores, rewards, began, 3 + t, n, 2, 1, 3, 90.0)
         assert expected is None or costs[t, n] == expected, (t, n)
@@ -436,6 +455,12 @@ def test_resumed_run_goes_on_with_new_episodes(stamped_run, shared_run):
     assert after["global_step"] == 5 * BATCH and len(after["history"]) == 5
     assert after["history"][:4] == before["history"] and after["ring"].size == 32
     assert (after["depths"][after["past"]] <= 25).all()
+
+
+def test_weight_decay_is_decoupled(stamped_run):
+    result, *_ = stamped_run
+    (group,) = result["rnet_optimizer"].param_groups
+    assert type(result["rnet_optimizer"]) is torch.optim.AdamW and group["weight_decay"] == 0.03
 
 
 def test_embedding_difference_runs(run):
