@@ -6,8 +6,8 @@ Paper: "Episodic Curiosity through Reachability", Savinov et al., ICLR 2019; a b
     python ppo_eco.py --env-id MiniGrid-KeyDoors-7x7-v0 --bonus-scale 0.01
 
 Differences from the paper: those of ppo_sprl_minigrid.py, beside which this file is meant to be read; the RNet and its
-training are the same there and here, and on Fetch as in ppo_sprl_fetch.py. On images it is ECO's own, a siamese ResNet-18
-with four layers after it. On DeepMind Lab the worlds are those of ppo_sprl_dmlab.py, which must then lie beside this file.
+training are the same there and here, on Fetch as in ppo_sprl_fetch.py. On images it is ECO's own, a siamese ResNet-18
+with four layers after it. On DeepMind Lab the worlds are those of ppo_sprl_dmlab.py, which must lie beside this file.
 """
 
 import argparse

@@ -6,8 +6,9 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
     python ppo_sprl_fetch.py --env-id FetchPush-v4 --cost-scale 0 --ent-coef 0.01     # the same code as plain PPO
 
 Differences from the paper. The value shares the policy's layers; when the RNet trains is not given, Atari's schedule is
-used, with 2,500 triplets and a learning rate of 1e-3 as on MiniGrid; the action noise of 0.003, given for the other methods, is used for SPRL too; a time limit bootstraps. The paper's
-lambda of 0.05 lies outside its own sweep, 0.0001 to 0.01, and did not learn here; 0.0005 does (README).
+used, with 2,500 triplets and a learning rate of 1e-3 as on MiniGrid; the action noise of 0.003, given for the other
+methods, is used for SPRL too; a time limit bootstraps. The paper's lambda of 0.05 lies outside its own sweep, 0.0001 to
+0.01, and did not learn here; 0.0005 does (README).
 """
 
 import contextlib
