@@ -20,6 +20,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # many small runs at a time must no
 # on the CPU oneDNN keeps the code of up to 1024 convolutions, one for each size of batch: memory grows by tens of MB until
 # it has them all, which would hide a leak
 export ONEDNN_PRIMITIVE_CACHE_CAPACITY=${ONEDNN_PRIMITIVE_CACHE_CAPACITY:-64}
+# what is freed goes back at once: else the allocator keeps up to 200 MB of it, more or less at every look
+export MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536
 root=$(cd "$(dirname "$0")/.." && pwd)
 minutes=30 workers=1 only='' limit=30 python=$root/.venv/bin/python
 [[ -x $python ]] || python=python3
