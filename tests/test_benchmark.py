@@ -77,6 +77,7 @@ class Tree:
 
     def start(self, flags, **kwargs):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         process = subprocess.Popen(self.command(flags), **options | kwargs)
         self.started_processes.append(process)
         return process
