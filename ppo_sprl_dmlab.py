@@ -826,7 +826,8 @@ def storage(shape, dtype, device):
         room = torch.cuda.mem_get_info(device)[1]
     size = np.prod(shape, dtype=float) * dtype.itemsize
     if size > room:
-        flags = "--num-envs, --num-steps, --stack-observations, --ring-size or --memory-size"
+        names = ("num_envs", "num_steps", "stack_observations", "ring_size", "memory_size")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names if hasattr(Args, name))
         fail(f"{flags}: frames of {shape} want {size / 1e9:.0f} GB, accepted: less than the {room / 1e9:.0f} GB here")
     return torch.zeros(shape, dtype=dtype, device=device)
 
