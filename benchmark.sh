@@ -18,8 +18,9 @@
 # --slurm          submit one array job, a task per run; --sbatch "FLAGS" are handed to sbatch
 #
 # Started again, it skips what is finished and resumes what was killed; two at a time do not start a run twice.
-# Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, figures to results/BLOCK;
-# there dmlab is called dmlab-ENGINE, for scores of the stand-in are not DeepMind Lab's.
+# Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, their figures and tables to
+# runs/results/BLOCK (results/ is what we measured); there dmlab is called dmlab-ENGINE, for scores of the stand-in are
+# not DeepMind Lab's.
 # shellcheck disable=SC2317 # the blocks are called by name
 set -uo pipefail
 here=$PWD
@@ -29,14 +30,15 @@ cd "$(dirname "$0")" || exit 2
 # A function block:NAME is the block NAME; nothing else has to know of it.
 names=() blocks=() labels=() envs=() sizes=() commands=()
 declare -A claims=() # what the paper says of a block's figure
-runs() { # seeds steps label environment script [flags]: one run per seed
-  local seed label=$3 env=$4 size=${steps:-$2} block=$name
+runs() { # seeds steps label environment[:condition] script [flags]: one run per seed
+  local seed label=$3 env=${4/:/-} size=${steps:-$2} block=$name
   [[ $block == dmlab ]] && block+=-$engine
   block+=${steps:+-$steps} # other steps are another schedule: not to be resumed from, nor shown beside the block's own
   claims[$block]=$claim
   for seed in $(seq 1 "${seeds:-$1}"); do # the block is in the name, for blocks share methods but not their steps
     names+=("${block}__${env}__${label}__s$seed") blocks+=("$block") labels+=("$label") envs+=("$env") sizes+=("$size")
-    commands+=("$5 --env-id $env --seed $seed --total-timesteps $size ${*:6} --run-name ${names[-1]}${track:+ $track}")
+    commands+=("$5 --env-id ${4%:*} --seed $seed --total-timesteps $size ${*:6} --run-name ${names[-1]}")
+    [[ -n $track ]] && commands[-1]+=" --track --wandb-project-name sprl-$block" # a panel must not mix blocks
   done
 }
 four_rooms=MiniGrid-FourRooms-7x7-v0
@@ -52,8 +54,22 @@ block:minigrid() {
     runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 "$flags" --k 2 --tolerance 1 \
       --num-tolerance-samples 20 --negative-bias 20
     runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.3 "$flags" --k 3
-    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 "$flags"
+    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 "$flags" --forward-loss-weight 0.8 --icm-loss-scale 0.3
     runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 "$flags"
+  done
+}
+block:minigrid-paper() { # the same with the paper's own settings, which learn little here (README)
+  local env n flags='--ent-coef 0.01 --encoding raw' rnet='--rnet-triplets 15000 --rnet-learning-rate 0.0003'
+  local claim='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
+  for env in "${grids[@]}"; do
+    n=$(grid_steps "$env")
+    runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003 "$flags"
+    runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.002 --learning-rate 0.01 "$flags" --k 2 --tolerance 1 \
+      --num-tolerance-samples 60 --negative-bias 20 "$rnet"
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 "$flags" --k 3 "$rnet"
+    runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.1 --learning-rate 0.003 "$flags" --forward-loss-weight 0.8 \
+      --icm-loss-scale 0.3
+    runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003 "$flags"
   done
 }
 block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embedding-difference
@@ -76,7 +92,8 @@ block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
     runs 4 20000000 ppo "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0 --learning-rate 0.00019 \
       --ent-coef 0.0011 --max-grad-norm 0.5
     runs 4 20000000 sprl "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0.06 --cost-bias 0.5 --k 10 \
-      --num-tolerance-samples 200 --learning-rate 0.0003 --ent-coef 0.004 --max-grad-norm 10
+      --tolerance 1 --num-tolerance-samples 200 --negative-bias 20 --learning-rate 0.0003 --ent-coef 0.004 \
+      --max-grad-norm 10
     runs 4 20000000 eco "$env" ppo_eco.py --engine "$engine" --bonus-scale 0.03 --bonus-bias 0.5 --k 5 "$flags" \
       --ent-coef 0.0021
     runs 4 20000000 icm "$env" ppo_icm.py --engine "$engine" --bonus-scale 0.55 --bonus-clip 1 \
@@ -85,28 +102,28 @@ block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
       --ent-coef 0.0066
   done
 }
-fetch_runs() { # environment steps suffix [flags]: all methods on one task
-  local flags="--learning-rate 0.0005 --ent-coef 0.001 ${*:4}"
-  runs 4 "$2" "ppo$3" "$1" ppo_sprl_fetch.py --cost-scale 0 "${flags/0.001/0.01}"
+fetch_runs() { # environment[:condition] steps [flags]: all methods on one task
+  local flags="--learning-rate 0.0005 --ent-coef 0.001 ${*:3}"
+  runs 4 "$2" ppo "$1" ppo_sprl_fetch.py --cost-scale 0 "${flags/0.001/0.01}"
   # measured: with the paper's weight, 0.05, SPRL does not learn (README)
-  runs 4 "$2" "sprl$3" "$1" ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --k 10 --tolerance 1 \
+  runs 4 "$2" sprl "$1" ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --k 10 --tolerance 1 \
     --num-tolerance-samples 20 --negative-bias 12 "$flags"
-  runs 4 "$2" "eco$3" "$1" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 "$flags"
-  runs 4 "$2" "icm$3" "$1" ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 1 --icm-loss-scale 1 "$flags"
+  runs 4 "$2" eco "$1" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 "$flags"
+  runs 4 "$2" icm "$1" ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 1 --icm-loss-scale 1 "$flags"
 }
 block:fetch() {
   local env claim='SPRL beats PPO, ECO and ICM on Push, Slide and PickAndPlace; on Reach all are alike (figure 6).'
-  for env in Fetch{Reach,Push,Slide,PickAndPlace}-v4; do fetch_runs "$env" 1000000 '' --action-noise 0.003; done
+  for env in Fetch{Reach,Push,Slide,PickAndPlace}-v4; do fetch_runs "$env" 1000000 --action-noise 0.003; done
 }
 block:fetch-sparsity() { # fewer simulator steps per action: a longer way to the same goal
   local n claim='The sparser the reward, the fewer substeps, the further SPRL is ahead of the others (figure 15).'
-  for n in 2 3 4 6; do fetch_runs FetchReach-v4 1000000 "-substeps$n" --action-noise 0.003 --n-substeps "$n"; done
+  for n in 2 3 4 6; do fetch_runs "FetchReach-v4:substeps$n" 1000000 --action-noise 0.003 --n-substeps "$n"; done
 }
 block:fetch-noise() {
   local pair sigma claim='Noise on the actions costs SPRL the least (figure 16).'
   for pair in FetchReach-v4:3 FetchPush-v4:8 FetchSlide-v4:10 FetchPickAndPlace-v4:10; do
     for sigma in 0.03 0.1 0.3; do
-      fetch_runs "${pair%:*}" 1000000 "-noise$sigma" --action-noise "$sigma" --n-substeps "${pair#*:}"
+      fetch_runs "${pair%:*}:substeps${pair#*:}-noise$sigma" 1000000 --action-noise "$sigma" --n-substeps "${pair#*:}"
     done
   done
 }
@@ -141,7 +158,7 @@ block:ablation-stack() {
 }
 block:gt-rnet() { # Appendix B: the learned network against the true reachability
   local env rnet flags='--k 2 --tolerance 1 --num-tolerance-samples 20'
-  local claim='SPRL with its learned RNet is nearly as good as with the true reachability (figure 17).'
+  local claim='SPRL and GT-SPRL are alike, with the learned RNet even better on both tasks (figure 21).'
   for env in MiniGrid-{FourRooms,KeyDoors}-7x7-v0; do
     for rnet in learned oracle; do
       runs 6 "$(grid_steps "$env")" "$([[ $rnet == oracle ]] && echo gt-)sprl" "$env" ppo_sprl_minigrid.py --rnet "$rnet" \
@@ -150,16 +167,17 @@ block:gt-rnet() { # Appendix B: the learned network against the true reachabilit
   done
 }
 block:quick() {
-  local claim='SPRL learns faster than PPO.'
-  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003
-  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02 --learning-rate 0.003
+  local claim='SPRL learns faster than PPO.' flags='--learning-rate 0.003 --ent-coef 0.01'
+  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0 "$flags"
+  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02 "$flags" --k 2 --tolerance 1 \
+    --num-tolerance-samples 20 --negative-bias 20
 }
-accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all # all: every block but quick
+accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all # all: every block but quick and minigrid-paper
 
 # OPTIONS #############################################################################################################
 die() { echo "benchmark.sh: error: $1" >&2; exit 2; }
-block='' seeds='' workers=$(nproc) steps='' only='' track='' dry='' slurm='' sbatch='' task='' python=python3
-engine=auto
+block='' seeds='' steps='' only='' track='' dry='' slurm='' sbatch='' task='' python=python3 engine=auto
+workers=$(env -u OMP_NUM_THREADS nproc) # all cores, which nproc would not say with that variable
 [[ -x .venv/bin/python ]] && python=.venv/bin/python
 while (($#)); do
   case $1 in
@@ -186,7 +204,7 @@ done
 [[ -n $block ]] || die "no block given, accepted: $accepted"
 command -v "$python" > /dev/null || die "--python $python: no such program"
 for name in ${accepted% all}; do
-  [[ $block == "$name" || ($block == all && $name != quick) ]] && "block:$name"
+  [[ $block == "$name" || ($block == all && $name != @(quick|minigrid-paper)) ]] && "block:$name"
 done
 
 todo=("${!names[@]}") methods='' worlds=() # todo: the numbers of the runs that --only leaves
@@ -211,6 +229,7 @@ line_of() { # the command of run i, which resumes what was killed
   local resume=''; [[ -e runs/${names[$1]}/agent.pt ]] && resume=" --resume runs/${names[$1]}/agent.pt"
   printf '%q %s\n' "$python" "${commands[$1]}$resume"
 }
+stopped() { awk '/^\$ /{s = 0} /^stopped by SIG/{s = 1} END {exit !s}' "$1"; } # the log's last run was, by a signal
 train() { # run i to its end; 75: someone else is at it. A signal is handed on, and python's saving waited for
   local folder=runs/${names[$1]} log=runs/${names[$1]}/log.txt child='' got='' late='' line code
   trap 'got=1; kill -TERM $child 2> /dev/null' TERM INT
@@ -229,7 +248,7 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   [[ -n $got ]] && kill -TERM $child
   while got=${got:+0}; wait $child; code=$?; [[ $got == 1 ]]; do :; done # a signal ends a wait, not the child
   # a script ends with 0 after a signal too, and says so below its command in the log
-  ((code == 0)) && [[ -z $got ]] && awk '/^\$ /{s = 0} /^stopped by SIG/{s = 1} END {exit s}' "$log" &&
+  ((code == 0)) && [[ -z $got ]] && ! stopped "$log" &&
     echo "${sizes[$1]}" > "$folder/finished"
   [[ -n $late && $folder/agent.pt -nt $folder/lock ]] && scontrol requeue "$SLURM_JOB_ID" # it got on, so it may go on
   return $code
@@ -250,30 +269,36 @@ if [[ -n $task ]]; then # one task of the array
 fi
 last_words() { tr '\r' '\n' < "runs/${names[$1]}/log.txt" | tr -cd '[:print:]\n' | grep . | tail -n 1 | cut -c 1-200; }
 draw() { # figure, tables and report of what is finished; 1: something failed
-  local i key name paths code=0
+  local i key name folder paths code=0
   local -A files=() # of every block and label
   for i in "${todo[@]}"; do finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
   for key in "${!files[@]}"; do
     read -ra paths <<< "${files[$key]}"
-    "$python" analysis/curves.py export "${paths[@]}" --out "results/${key% *}" --label "${key#* }" > /dev/null || code=1
+    "$python" analysis/curves.py export "${paths[@]}" --out "runs/results/${key% *}" --label "${key#* }" > /dev/null || code=1
   done
   for name in $(printf '%s\n' "${!files[@]}" | cut -d' ' -f1 | sort -u); do
-    "$python" analysis/curves.py figure "results/$name" --rnet-accuracy --claim "${claims[$name]}" &&
-      "$python" analysis/report.py "results/$name" > /dev/null &&
-      echo "figure, tables and report: results/$name" || code=1
+    folder=runs/results/$name
+    "$python" analysis/curves.py figure "$folder" --rnet-accuracy --claim "${claims[$name]}" &&
+      "$python" analysis/report.py "$folder" --claim "${claims[$name]}" > /dev/null &&
+      echo "figure, tables and report: $folder" || code=1
   done
   return $code
 }
 if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   command -v sbatch > /dev/null || die "--slurm needs sbatch on the PATH"
+  code=0
   for i in "${todo[@]}"; do # what an earlier array did not finish, so that a run that always fails is seen
-    [[ ${state[$i]} == left && -e runs/${names[i]}/log.txt ]] &&
-      echo "not finished: runs/${names[i]}/log.txt: $(last_words "$i")" >&2
+    log=runs/${names[i]}/log.txt
+    [[ ${state[$i]} == left && -e $log ]] || continue
+    if ! flock --nonblock "runs/${names[i]}/lock" true; then state[$i]=running # under Slurm or elsewhere
+    elif stopped "$log"; then echo "stopped: $log" >&2
+    else code=1; echo "failed: $log: $(last_words "$i")" >&2; fi
   done
-  draw
+  draw || code=1
+  [[ " ${state[*]} " == *" left "* ]] || { echo "all that is left is running"; exit $code; }
   mkdir -p runs
   read -ra flags <<< "$sbatch"
-  tasks=$(for i in "${todo[@]}"; do [[ ${state[$i]} == finished ]] || echo $((i + 1)); done | paste -sd,)
+  tasks=$(for i in "${todo[@]}"; do [[ ${state[$i]} == left ]] && echo $((i + 1)); done | paste -sd,)
   again="$block --engine $engine${seeds:+ --seeds $seeds}${steps:+ --steps $steps}${track:+ $track}"
   again+=" --python $(printf %q "$python")"
   # a task's number counts all runs of the block, whatever --only leaves. B: the signal goes to train, not to python.
@@ -282,7 +307,7 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
     --output="runs/slurm-%A-%a.txt" ${flags[@]+"${flags[@]}"} \
     --wrap "exec ./benchmark.sh $again --task \$SLURM_ARRAY_TASK_ID" || exit 1
   echo "once it has ended, the same command makes the figure and the tables, or submits again what was not finished"
-  exit 0
+  exit $code
 fi
 
 # ALL RUNS ############################################################################################################
@@ -350,10 +375,12 @@ while ((${#pids[@]})); do tick; done
 code=0
 for i in "${todo[@]}"; do
   log=runs/${names[i]}/log.txt
+  [[ ${state[$i]} == elsewhere ]] && finished "$i" && state[$i]=finished
   [[ ${state[$i]} == elsewhere ]] && code=1 && echo "another benchmark.sh is at it: $log" >&2
   [[ ${state[$i]} == failed ]] && code=1 && echo "failed: $log: $(last_words "$i")" >&2
 done
 [[ -n $stopping ]] && { echo "stopped; the same command again goes on"; exit 130; }
 
+trap - INT TERM HUP
 draw || code=1
 exit $code

@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import tyro
-from evaluate import fail, first_line, load_checkpoint
+from evaluate import fail, first_line, load_checkpoint, written_whole
 
 COLUMNS = ("step", "return", "success", "length", "cost_rate", "rnet_accuracy")
 COLOURS = {  # Okabe and Ito's, which the colour-blind tell apart; the order is the order of legends and tables
@@ -57,9 +57,23 @@ class Figure:
 # EXPORT ##############################################################################################################
 def method_label(script, args):
     method = (script.removesuffix(".py").split("_") + [script])[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
+    if not args.get("cost_scale" if method == "sprl" else "bonus_scale"):  # then the scripts call themselves ppo too
+        return "ppo"
     if method != "sprl":
         return {"gtgrid": "gt-grid"}.get(method, method)
-    return ("gt-sprl" if args.get("rnet") == "oracle" else "sprl") if args.get("cost_scale") else "ppo"
+    return "gt-sprl" if args.get("rnet") == "oracle" else "sprl"
+
+
+def task_name(args):
+    """The environment and what makes it another task: runs of different worlds must never meet in one mean."""
+    env_id = args["env_id"]
+    if env_id.startswith("explore_"):  # scores of DeepMind Lab's stand-in are not its own
+        return f"{env_id}-{args.get('engine', '')}"
+    if env_id.startswith("Fetch"):  # the paper's sparsity and noise studies
+        for setting, name, usual in (("n_substeps", "substeps", 20), ("action_noise", "noise", 0.003)):
+            if args.get(setting, usual) != usual:
+                env_id += f"-{name}{args[setting]:g}"
+    return env_id
 
 
 def thin(history, most=400):
@@ -76,7 +90,7 @@ def thin(history, most=400):
 
 def write_run(path, history, comments):
     rows = [{n: round(float(v), 4) for n, v in row.items()} | {"step": int(row["step"])} for row in thin(history)]
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with written_whole(*os.path.split(path)) as (part,), open(part, "w", newline="", encoding="utf-8") as file:
         for name, value in comments.items():
             file.write(f"# {name}: {' '.join(str(value).split())}\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -95,10 +109,7 @@ def export(args):
         checkpoint = load_checkpoint(source, {"script": str, "args": dict, "history": list, "versions": dict})
         try:
             label = args.label or method_label(checkpoint["script"], checkpoint["args"])
-            env_id, engine = checkpoint["args"]["env_id"], checkpoint["args"].get("engine", "")
-            if env_id.startswith("explore_"):  # scores of DeepMind Lab's stand-in are never taken for its own
-                env_id = f"{env_id}-{engine}"
-            name = f"{env_id}__{label}__s{checkpoint['args']['seed']}.csv"
+            name = f"{task_name(checkpoint['args'])}__{label}__s{checkpoint['args']['seed']}.csv"
             path = os.path.join(args.out, re.sub(r"[^\w.-]", "-", name))  # ids like ALE/Pong-v5 have a slash
             if path in written:
                 fail(f"{source} and {written[path]} would both become {path}; export them with different --label")
@@ -148,8 +159,9 @@ def read_folder(folder):
 
 
 def natural(name):
-    """A key that sorts 7x7 before 11x11."""
-    return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    """A key that sorts 7x7 before 11x11 and 0.03 before 0.1."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return [float(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 def short_name(env_id):
@@ -195,25 +207,38 @@ def running_mean(values, window):
 
 
 def seed_curves(runs, name, smooth, num_points=200):
-    """A step grid that all runs cover and one smoothed curve (seeds, points) per run."""
+    """A step grid that all runs cover and one smoothed curve (seeds, points) per run; None and [] if there is none."""
     curves = [points(run, name) for run in runs]
     curves = [curve for curve in curves if len(curve[0])]
     if not curves:
         return None, []
-    grid = np.linspace(max(steps[0] for steps, _ in curves), min(steps[-1] for steps, _ in curves), num_points)
+    first, last = max(steps[0] for steps, _ in curves), min(steps[-1] for steps, _ in curves)
+    if first > last:  # one run ends before another begins: there is no step to take a mean at
+        return None, []
+    grid = np.linspace(first, last, num_points)
     return grid, [running_mean(np.interp(grid, *curve), smooth) for curve in curves]
+
+
+def common_steps(env_id, by_method):
+    """The steps of a task's shortest run: all are cut to them, so that methods are compared at equal steps."""
+    every_run = [(method, run) for method, seeds in by_method.items() for run in seeds]
+    lengths = [int(run["step"][-1]) for _, run in every_run]
+    steps = min(lengths)
+    if max(lengths) > steps:
+        print(f"{env_id}: runs of {steps} to {max(lengths)} steps, cut to {steps}", file=sys.stderr)
+    for method, run in every_run:
+        if points(run, "return")[0][0] > steps:
+            fail(f"{env_id} {method} seed {run['seed']} has no return up to step {steps}, where another run ends")
+    return steps
 
 
 def make_table(runs):
     """One row per env and method: final return (the last 10 % of steps), area under the curve (all steps), +- SE."""
     rows = []
     for env_id, by_method in runs.items():
+        steps = common_steps(env_id, by_method)
         for method, seeds in by_method.items():
             curves = [points(run, "return") for run in seeds]
-            last_steps = [int(run["step"][-1]) for run in seeds]
-            steps = min(last_steps)
-            if max(last_steps) > steps:
-                print(f"{env_id} {method}: runs of {steps} to {max(last_steps)} steps, cut to {steps}", file=sys.stderr)
             final = mean_and_error([mean_between(*curve, 0.9 * steps, steps) for curve in curves])
             area = mean_and_error([mean_between(*curve, 0, steps) for curve in curves])
             commits = ", ".join(sorted({run["comments"].get("commit", "unknown") for run in seeds}))
@@ -280,7 +305,7 @@ def draw(runs, path, smooth, rnet_accuracy):
                     (handles[method],) = axis.plot(grid, mean, linewidth=1.8, color=colour, linestyle=dashes)
                     axis.fill_between(grid, mean - error, mean + error, color=colour, alpha=0.2, lw=0)
             if name == "rnet_accuracy":
-                axis.set_ylim(0.45, 1.02)
+                axis.set_ylim(min(0.45, axis.get_ylim()[0]), 1.02)
             elif axis.get_ylim()[0] > -0.1 and axis.get_ylim()[1] < 1.1:  # returns in [0, 1]: one scale for all panels
                 axis.set_ylim(-0.02, 1.02)
             if not axis.lines:
@@ -302,8 +327,9 @@ def draw(runs, path, smooth, rnet_accuracy):
         few, many = min(counts[method]), max(counts[method])
         seeds = "1 seed" if many == 1 else f"{many} seeds" if few == many else f"{few} to {many} seeds"
         texts.append(f"{method_name(method)} ({seeds})")
+    ncols = max(1, min(len(texts), int(size[0] / (0.6 + 0.075 * max(map(len, texts))))))  # as many as fit, in inches
     figure.legend(
-        [handles[method] for method in methods], texts, loc="outside lower center", ncols=min(len(texts), 2 * columns),
+        [handles[method] for method in methods], texts, loc="outside lower center", ncols=ncols,
         frameon=False, title="mean and standard error over seeds" if max(map(max, counts.values())) > 1 else None,
         title_fontsize=8,
     )  # fmt: skip
@@ -327,6 +353,8 @@ def main(args):
         export(args) if isinstance(args, Export) else figure(args)
     except OSError as error:  # no permission, full disk, a file where a folder should be
         fail(first_line(error))
+    except KeyboardInterrupt:
+        sys.exit(print("stopped", file=sys.stderr) or 130)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class Args:
     """return whose first crossing is timed (default: per task, 80 % of the best method's final return)"""
     baseline: str = "ppo"
     """label of the method that the others are compared with"""
+    claim: str = ""
+    """what the paper says of these runs, a line above the tables"""
 
 
 # TABLES ##############################################################################################################
@@ -54,6 +56,8 @@ def bounds(row, name):
 
 def timing(row):
     """Median steps to the threshold, and how many seeds got there if not all."""
+    if row["threshold"] is None:
+        return "–"
     part = "" if row["reached"] == row["seeds"] else f" ({row['reached']} of {row['seeds']})"
     return (f"> {row['steps']:,}" if row["steps_to"] is None else f"{row['steps_to']:,.0f}") + part
 
@@ -92,8 +96,11 @@ def make_notes(rows, scaled, baseline):
         notes.append(text + "averaged over tasks for P(better). " if baseline else text.removesuffix(", ") + ". ")
         if scaled:
             notes[-1] += "Returns are scaled in each task from 0, its worst run, to 1, its best. "
-        if len({row["seeds"] for row in pooled}) > 1:
-            notes[-1] += "Numbers of seeds differ: a task with more seeds weighs more in the IQM."
+        seeds = {row["seeds"] for row in rows if row["method"] == pooled[0]["method"] and row["env"] != ALL}
+        if pooled[0]["final_iqm"] is None:
+            notes[-1] += "Numbers of seeds differ between methods: there is no IQM over all tasks."
+        elif len(seeds) > 1:
+            notes[-1] += "Numbers of seeds differ between tasks: one with more weighs more in the IQM."
     return [note.strip() for note in notes]
 
 
@@ -102,7 +109,8 @@ def make_heading(rows):
     row = rows[0]
     if row["env"] == ALL:
         return f"All tasks ({row['tasks']})", ""
-    return short_name(row["env"]), f"{row['steps']:,} steps, threshold {number(row['threshold'])}"
+    threshold = "no threshold" if row["threshold"] is None else f"threshold {number(row['threshold'])}"
+    return short_name(row["env"]), f"{row['steps']:,} steps, {threshold}"
 
 
 def by_env(rows):
@@ -119,11 +127,12 @@ def write_csv(rows, path):
             writer.writerow({n: round(float(v), 4) if isinstance(v, float) else v for n, v in row.items()})
 
 
-def write_markdown(rows, scaled, baseline, path):
+def write_markdown(rows, scaled, baseline, claim, path):
     def clean(text):
         return html.escape(text, quote=False).replace("|", "\\|").replace("`", "\\`")
 
-    lines = ["\n\n".join(clean(note) for note in make_notes(rows, scaled, baseline))]
+    notes = [f"The paper's claim: {claim}"] * bool(claim) + make_notes(rows, scaled, baseline)
+    lines = ["\n\n".join(clean(note) for note in notes)]
     for env_id, members in by_env(rows).items():
         columns = make_columns(env_id == ALL, baseline)
         title, shared = make_heading(members)
@@ -139,11 +148,12 @@ def draw_scores(rows, styles, baseline, path):
     """Points with their intervals, one row of panels per group of the table."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     groups = by_env(rows)
     columns = {heading: name for heading, (_, name) in make_columns(True, baseline).items() if name}
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    heights = [0.7 + 0.22 * len(members) for members in groups.values()]
+    heights = [0.9 + 0.22 * len(members) for members in groups.values()]
     figure, axes = plt.subplots(
         len(groups), len(columns), figsize=(1 + 2.6 * len(columns), sum(heights) + 0.4), squeeze=False, sharey="row",
         height_ratios=heights, layout="constrained",
@@ -162,10 +172,12 @@ def draw_scores(rows, styles, baseline, path):
                 axis.axvline(0.5, color="gray", linewidth=0.8, linestyle=":")
             axis.set_ylim(len(members) - 0.5, -0.5)
             axis.set_yticks(range(len(members)), [method_name(row["method"]).replace("$", r"\$") for row in members])
+            axis.xaxis.set_major_locator(MaxNLocator(4))
             axis.grid(axis="x", alpha=0.25, linewidth=0.6)
             if n == 0:
-                axis.set_title(heading.replace("$", r"\$"), fontsize=9)
-        line[0].set_ylabel(make_heading(members)[0].replace("$", r"\$"))
+                axis.set_title(heading.replace("$", r"\$"), fontsize=9, pad=20)
+        task = make_heading(members)[0].replace("$", r"\$")
+        line[0].text(0, 1.02, task, transform=line[0].transAxes, va="bottom", fontweight="bold")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -177,6 +189,8 @@ def encode(runs, name):
     if not runs:
         return None
     grid, curves = seed_curves(runs, name, 1, POINTS)
+    if not curves:
+        return None
     decimals = 3 if np.abs(curves).max() < 10 else 1
     values = np.rint(np.array(curves) * 10**decimals).astype(int).tolist()
     return {"x": [round(grid[0]), round(grid[-1])], "d": decimals, "s": [run["seed"] for run in runs], "v": values}
@@ -237,7 +251,7 @@ def score_tables(rows, styles, envs, baseline):
                 cells += f"<td>{html.escape(text(row))}"
                 if name:
                     ends = [r[f"{name}{end}"] for r in members for end in ("", "_low", "_high")]
-                    ends = [0, 1] if name.endswith("improvement") else [end for end in ends if end is not None]
+                    ends = [end for end in ends if end is not None and not name.endswith("improvement")] or [0, 1]
                     cells += bar(row, name, min(ends), max(ends), styles[row["method"]][0])
                 cells += "</td>"
             name = swatch(styles[row["method"]]) + html.escape(method_name(row["method"]))
@@ -268,7 +282,7 @@ def run_list(runs, styles):
     return "\n".join(lines)
 
 
-def make_page(runs, rows, scaled, baseline, title):
+def make_page(runs, rows, scaled, baseline, title, claim=""):
     styles = method_styles({method for by_method in runs.values() for method in by_method})
     count = sum(len(seeds) for by_method in runs.values() for seeds in by_method.values())
     words = ((len(runs), "task"), (len(styles), "method"), (count, "run"))
@@ -278,6 +292,7 @@ def make_page(runs, rows, scaled, baseline, title):
     parts = {
         "TITLE": html.escape(title),
         "SUMMARY": ", ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in words),
+        "CLAIM": f"<p>The paper's claim: {html.escape(claim)}</p>" if claim else "",
         "TABLES": score_tables(rows, styles, list(runs), baseline),
         "NOTES": "".join(f"<p>{html.escape(note)}</p>" for note in make_notes(rows, scaled, baseline)),
         "RUNS": run_list(runs, styles),
@@ -389,7 +404,7 @@ footer { height: 56px; }
 </style>
 </head>
 <body>
-<header><h1>@@TITLE@@</h1><p>@@SUMMARY@@</p></header>
+<header><h1>@@TITLE@@</h1><p>@@SUMMARY@@</p>@@CLAIM@@</header>
 <main>
 <h2 id="curves-title">Learning curves</h2>
 <noscript><p class="empty">The curves need JavaScript; the tables below do not.</p></noscript>
@@ -689,12 +704,14 @@ def main(args):
             print(f"no run of {args.baseline} to compare with, see --baseline", file=sys.stderr)
         files = [os.path.join(args.folder, name) for name in ("scores.csv", "scores.md", "scores.png", "report.html")]
         write_csv(rows, files[0])
-        write_markdown(rows, scaled, baseline, files[1])
+        write_markdown(rows, scaled, baseline, args.claim, files[1])
         draw_scores(rows, styles, baseline, files[2])
         title = f"SPRL: {Path(args.folder).resolve().name}"
-        Path(files[3]).write_text(make_page(runs, rows, scaled, baseline, title), encoding="utf-8")
+        Path(files[3]).write_text(make_page(runs, rows, scaled, baseline, title, args.claim), encoding="utf-8")
     except OSError as error:  # no permission, full disk
         fail(first_line(error))
+    except KeyboardInterrupt:
+        sys.exit(print("stopped", file=sys.stderr) or 130)
     for path in files:
         print(f"{path}: {os.path.getsize(path) / 1e3:.0f} kB")
 

@@ -3,14 +3,12 @@
     python analysis/report.py results/minigrid                                  # uses it for scores.md and scores.csv
     python -c "import sys; sys.path.append('analysis'); import scores; print(scores.iqm([1, 2, 3, 9]))"
 
-It differs from their library rliable in this: methods may have different numbers of seeds, and a task with more seeds
-then weighs more in a pooled mean; a single seed has no interval.
+It differs from their library rliable in this: tasks may have different numbers of seeds, and one with more then weighs
+more in a pooled mean, which is left out where methods would differ in that; a single seed has no interval.
 """
 
-import sys
-
 import numpy as np
-from curves import mean_and_error, mean_between, points
+from curves import common_steps, mean_and_error, mean_between, points
 
 ALL = "all tasks"  # in the place of the environment in rows that pool tasks
 
@@ -50,22 +48,19 @@ def interval(statistic, *methods, reps=10_000):
 
 def steps_to(steps, values, threshold, last, window=0.05):
     """The first logged step at which the mean return over the 5 % of the training before it is at the threshold,
-    infinite if there is none: a single row of few episodes would pass by luck."""
-    rows = steps[steps <= last]
-    means = (mean_between(steps, values, max(step - window * last, 0), step) for step in rows)
+    infinite if there is none: a single row of few episodes would pass by luck, so the first rows cannot."""
+    rows = steps[(steps <= last) & (steps - window * last >= steps[0])]
+    means = (mean_between(steps, values, step - window * last, step) for step in rows)
     return next((float(step) for step, mean in zip(rows, means) if mean >= threshold), np.inf)
 
 
 # TABLE ###############################################################################################################
 def run_scores(runs, threshold=None):
-    """{env: (steps, threshold, {method: {score: array over seeds}})}. All runs of a task are cut to its shortest one,
-    so that methods are compared at equal steps. No threshold means 80 % of the best method's final return."""
+    """{env: (steps, threshold, {method: {score: array over seeds}})}. The threshold's default is 80 % of the best
+    method's final return, and None where that is not positive: nothing has been learned that could be timed."""
     scores = {}
     for env_id, by_method in runs.items():
-        lengths = [int(run["step"][-1]) for seeds in by_method.values() for run in seeds]
-        last, by_score = min(lengths), {}
-        if max(lengths) > last:
-            print(f"{env_id}: runs of {last} to {max(lengths)} steps, scores at {last}", file=sys.stderr)
+        last, by_score = common_steps(env_id, by_method), {}
         for method, seeds in by_method.items():
             curves = [points(run, "return") for run in seeds]
             by_score[method] = {
@@ -73,20 +68,22 @@ def run_scores(runs, threshold=None):
                 "auc": np.array([mean_between(*curve, 0, last) for curve in curves]),
             }
         best = max(found["final"].mean() for found in by_score.values())
-        goal = threshold if threshold is not None else best - 0.2 * abs(best)
+        goal = threshold if threshold is not None else 0.8 * best if best > 0 else None
         for method, seeds in by_method.items():
-            by_score[method]["steps_to"] = np.array([steps_to(*points(run, "return"), goal, last) for run in seeds])
+            curves = [points(run, "return") for run in seeds if goal is not None]
+            by_score[method]["steps_to"] = np.array([steps_to(*curve, goal, last) for curve in curves])
         scores[env_id] = last, goal, by_score
     return scores
 
 
-def estimates(method, baseline):
-    """Interquartile mean and probability of improvement of both scores with intervals; one {score: array} per task,
-    baseline None for the baseline itself."""
+def estimates(method, baseline, has_iqm=True):
+    """Interquartile mean (unless not wanted) and probability of improvement of both scores with intervals; one
+    {score: array} per task, baseline None for the baseline itself."""
     row = {}
     for score in ("final", "auc"):
-        tasks = [task[score] for task in method]
-        found = {"iqm": (pooled_iqm(tasks), interval(pooled_iqm, tasks)), "improvement": (None, None)}
+        tasks, found = [task[score] for task in method], {"iqm": (None, None), "improvement": (None, None)}
+        if has_iqm:
+            found["iqm"] = pooled_iqm(tasks), interval(pooled_iqm, tasks)
         if baseline:
             others = [task[score] for task in baseline]
             found["improvement"] = improvement(tasks, others), interval(improvement, tasks, others)
@@ -116,7 +113,7 @@ def make_scores(runs, baseline="ppo", threshold=None):
             for score, name in (("final", "final_return"), ("auc", "auc")):
                 mean, error = mean_and_error(found[score])
                 row |= {name: mean, f"{name}_se": None if np.isnan(error) else error}
-            middle = np.median(found["steps_to"])  # infinite unless more than half of the seeds get there
+            middle = np.inf if goal is None else np.median(found["steps_to"])  # infinite unless most seeds get there
             row["steps_to"] = None if np.isinf(middle) else int(middle)
             row["reached"] = int(np.isfinite(found["steps_to"]).sum())
             other = by_score.get(baseline) if method != baseline else None
@@ -126,10 +123,12 @@ def make_scores(runs, baseline="ppo", threshold=None):
     shared = [{method: by_score[method] for method in methods} for by_score in tasks if methods]
     scaled = any(abs(found["final"]).max() > 1 for by_score in shared for found in by_score.values())
     shared = [common_scale(by_score) if scaled else by_score for by_score in shared]
+    seeds = {tuple(len(by_score[method]["final"]) for by_score in shared) for method in methods}
+    alike = len(seeds) == 1  # else the tasks' weights in the pool would be other ones for every method
     for method in methods if len(shared) > 1 else ():
         tasks, others = ([by_score.get(name) for by_score in shared] for name in (method, baseline))
         seeds = sum(len(task["final"]) for task in tasks)
         has_other = method != baseline and baseline in methods
         row = {"env": ALL, "method": method, "seeds": seeds, "tasks": len(shared)}
-        rows.append(row | estimates(tasks, others if has_other else None))
+        rows.append(row | estimates(tasks, others if has_other else None, alike))
     return rows, scaled

@@ -302,6 +302,17 @@ def test_curves_name_the_engine(checkpoint, tmp_path):
     assert names == [f"explore_object_rewards_many-{engine}__ppo__s1.csv" for engine in ("deepmind_lab", "labmaze")]
 
 
+def test_a_condition_is_another_task():
+    """The runs of the sparsity and noise studies never meet in one mean."""
+    usual = {"env_id": "FetchReach-v4", "n_substeps": 20, "action_noise": 0.003}
+    assert curves.task_name(usual) == "FetchReach-v4"
+    assert curves.task_name(usual | {"n_substeps": 2}) == "FetchReach-v4-substeps2"
+    assert curves.task_name(usual | {"n_substeps": 3, "action_noise": 0.1}) == "FetchReach-v4-substeps3-noise0.1"
+    assert curves.task_name(usual | {"env_id": "Maze", "n_substeps": 2}) == "Maze"  # a baseline's setting for Fetch
+    names = [f"FetchReach-v4-noise{noise}" for noise in (0.1, 0.3, 0.03)]
+    assert sorted(names, key=curves.natural) == [names[i] for i in (2, 0, 1)]
+
+
 def test_thinning():
     history = [{"step": 10 * t, "return": float(t)} for t in range(1, 6)]
     history[1]["rnet_accuracy"], history[2] = 0.5, {"step": 30}
@@ -319,8 +330,9 @@ def test_labels():
         ({"cost_scale": 0.02, "rnet": "oracle"}, "gt-sprl"), ({"cost_scale": 0.0, "rnet": "oracle"}, "ppo"),
     ):  # fmt: skip
         assert curves.method_label(SCRIPT, settings) == label
-    assert curves.method_label("ppo_eco.py", {}) == "eco"
-    assert curves.method_label("ppo_gtgrid.py", {}) == "gt-grid"  # as benchmark.sh calls it
+    assert curves.method_label("ppo_eco.py", {"bonus_scale": 0.3}) == "eco"
+    assert curves.method_label("ppo_eco.py", {"bonus_scale": 0.0}) == "ppo"
+    assert curves.method_label("ppo_gtgrid.py", {"bonus_scale": 0.01}) == "gt-grid"  # as benchmark.sh calls it
     assert [curves.method_name(name) for name in ("gt-grid", "gt-sprl", "k5")] == ["GT-Grid", "GT-SPRL", "k5"]
 
 
@@ -354,6 +366,8 @@ def test_statistics_by_hand():
     ]
     grid, lines = curves.seed_curves(runs, "return", 1, 3)  # both runs cover 10 to 30
     assert grid.tolist() == [10, 20, 30] and np.array(lines).tolist() == [[1, 2, 3], [5, 6, 7]]
+    runs[0]["step"] += 31
+    assert curves.seed_curves(runs, "return", 1, 3) == (None, [])  # one ends before the other begins
 
 
 def write_csv(path, rows):
@@ -371,14 +385,14 @@ def test_tables_and_figure(tmp_path, capsys):
     write_csv(tmp_path / "Maze-7-v0__ppo__s1.csv", [(50, 25.0), (100, 25.0)])
     curves.main(curves.Figure(str(tmp_path), rnet_accuracy=True))
     output = capsys.readouterr()
-    assert output.err == "Maze-11-v0 sprl: runs of 100 to 120 steps, cut to 100\n"
+    assert output.err == "Maze-11-v0: runs of 100 to 2000 steps, cut to 100\n"
     assert output.out == (tmp_path / "table.md").read_text(encoding="utf-8")
     lines = [line for line in output.out.splitlines() if line.startswith(("| ", "###"))]
     header = "| method | final return | area | seeds | steps | commit |"
     assert lines == [
         "### Maze-7-v0", header, "| ppo | 25.0 | 25.0 | 1 | 100 | s1 |",
         "### Maze-11-v0", header, "| sprl | 0.600 ± 0.300 | 0.375 ± 0.075 | 2 | 100 | s1, s2 |",
-        "| ablation | 0.250 | 0.250 | 1 | 2,000 | s1 |",
+        "| ablation | 0.250 | 0.250 | 1 | 100 | s1 |",
     ]  # fmt: skip
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
     assert rows[1] == {
@@ -402,6 +416,11 @@ def test_bad_curves_are_refused(trained, tmp_path, capsys):
                  header + "2,1,,,,\n1,1,,,,\n"):  # fmt: skip
         (tmp_path / "Maze__ppo__s1.csv").write_text(text)
         assert "Maze__ppo__s1.csv" in refused(curves.main, curves.Figure(str(tmp_path)), capsys)
+    (tmp_path / "Maze__ppo__s1.csv").write_text(header + "9,1,,,,\n")
+    (tmp_path / "Maze__ppo__s2.csv").write_text(header + "9,,,,,\n20,1,,,,\n")
+    with pytest.raises(SystemExit):
+        curves.main(curves.Figure(str(tmp_path)))
+    assert "Maze ppo seed 2 has no return up to step 9" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_become_one_file(trained, tmp_path, capsys):

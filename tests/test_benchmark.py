@@ -23,11 +23,12 @@ QUICK = [f"quick-400__{FOUR_ROOMS}__{label}__s{s}" for label in ("ppo", "sprl") 
 PPO_1, PPO_2, SPRL_1, SPRL_2 = QUICK
 
 # trains 100 steps in 0.1 s and behaves as the scripts do: a bar, a checkpoint on a signal and at the end, exit code 0;
-# a file `fail` names runs that fail, a file `slow` makes training slow until it is removed
+# a file `fail` names runs that fail, a file `slow` those that train slowly while it says so, all if it is empty
 PRETEND = """
     import os, signal, sys, time
     if sys.argv[1].startswith("analysis/"):
         print(*sys.argv[1:], file=open("analysed", "a"))
+        time.sleep(100 if os.path.exists("slow-analysis") else 0)
         sys.exit()
     flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
     name, total = flags["--run-name"], int(flags["--total-timesteps"])
@@ -42,9 +43,15 @@ PRETEND = """
     if os.path.exists("fail") and name in open("fail").read():
         print("a bar\\r\\nRuntimeError: out of luck", file=sys.stderr)
         sys.exit(3)
+    def is_slow():
+        try:
+            names = open("slow").read()
+        except OSError:
+            return False
+        return not names or name in names
     while step < total and not stopped:
         time.sleep(0.1)
-        step += 1 if os.path.exists("slow") else 100
+        step += 1 if is_slow() else 100
         print(f"\\r  5%|# | {step}/{total} [00:01<00:09, 9step/s]", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     time.sleep(len(stopped[:1]))  # a large checkpoint
@@ -236,16 +243,40 @@ def test_only_and_seeds(tree):
     assert len(chosen("--only KeyDoors")) == 10 and len(chosen("--only gt-grid")) == 4
 
 
+def test_a_condition_is_in_the_name_of_the_task(tree):
+    """As in the names that export gives: then one panel compares the methods under one condition."""
+    sys.path.append(str(ROOT / "analysis"))
+    from curves import task_name
+
+    for block, count in (("fetch", 4), ("fetch-sparsity", 4), ("fetch-noise", 12)):
+        names = set()
+        for line in tree(f"{block} --dry-run --seeds 1").stdout.splitlines():
+            words = shlex.split(line)
+            flags = dict(zip(words[2::2], words[3::2]))
+            args = {"env_id": flags["--env-id"], "n_substeps": int(flags.get("--n-substeps", 20))}
+            name = task_name(args | {"action_noise": float(flags["--action-noise"])})
+            _, env, label, _ = flags["--run-name"].split("__")
+            assert name == env and label in ("ppo", "sprl", "eco", "icm")
+            names.add(name)
+        assert len(names) == count
+
+
+def test_tracked_blocks_are_projects_of_their_own(tree):
+    lines = tree("ablation-k --dry-run --track --seeds 1 --steps 99").stdout.splitlines()
+    assert len(lines) == 12 and all(line.endswith(" --track --wandb-project-name sprl-ablation-k-99") for line in lines)
+    assert "wandb" not in tree("ablation-k --dry-run").stdout
+
+
 # RUNNING #############################################################################################################
 def test_runs_everything_once_and_draws(tree):
-    result = tree("quick --workers 2 --steps 400")
+    result, folder = tree("quick --workers 2 --steps 400"), "runs/results/quick-400"
     assert result.returncode == 0, result.stderr
     assert sorted(tree.started()) == QUICK and "4 done, 0 running, 0 failed of 4" in result.stdout
     assert Counter(tree.lines("analysed")) == Counter(
-        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out results/quick-400 --label {label}"
+        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out {folder} --label {label}"
          for one, two, label in ((PPO_1, PPO_2, "ppo"), (SPRL_1, SPRL_2, "sprl"))]
-        + ["analysis/curves.py figure results/quick-400 --rnet-accuracy --claim SPRL learns faster than PPO.",
-           "analysis/report.py results/quick-400"]
+        + [f"analysis/curves.py figure {folder} --rnet-accuracy --claim SPRL learns faster than PPO.",
+           f"analysis/report.py {folder} --claim SPRL learns faster than PPO."]
     )  # fmt: skip
     tree.forget()
     again = tree("quick --workers 2 --steps 400")
@@ -278,8 +309,8 @@ def test_other_steps_are_other_runs(tree):
     assert "--resume" not in second and second.endswith(f"--run-name {PPO_1.replace('400', '500')}")
     assert "--total-timesteps 500" in second and tree.checkpoint(PPO_1) == 400
     assert [line.split()[2] for line in tree.lines("analysed") if "figure" in line] == [
-        "results/quick-400",
-        "results/quick-500",
+        "runs/results/quick-400",
+        "runs/results/quick-500",
     ]
     assert "quick__" in tree("quick --dry-run").stdout
 
@@ -343,13 +374,41 @@ def test_two_at_the_same_time_start_nothing_twice(tree):
     tree.wait_for_steps(PPO_1, PPO_2)
     second = tree.start("quick --workers 2 --steps 400")
     tree.wait_for_steps(SPRL_1, SPRL_2)
-    (tree.folder / "slow").unlink()
+    tree.write("slow-analysis")
+    tree.write("slow", f"{PPO_1} {PPO_2}")
+    tree.wait_for(lambda: tree.lines("analysed"))
+    for name in ("slow-analysis", "slow"):
+        (tree.folder / name).unlink()
+    os.killpg(second.pid, signal.SIGINT)
     _, errors = second.communicate(timeout=60)
-    assert second.returncode == 1 and [line.split("/")[1] for line in errors.splitlines()] == [PPO_1, PPO_2]
+    errors = "\n".join(line for line in errors.splitlines() if line.startswith("another"))
+    assert [line.split("/")[1] for line in errors.splitlines()] == [PPO_1, PPO_2]
     assert all(line.startswith("another benchmark.sh is at it: ") for line in errors.splitlines())
+    assert second.returncode == -signal.SIGINT, "Ctrl-C ends the drawing too"
     first.communicate(timeout=60)
     assert sorted(tree.started()) == QUICK
     assert tree("quick --steps 400").returncode == 0 and sorted(tree.started()) == QUICK
+
+
+def test_what_another_finished_meanwhile_is_no_failure(tree):
+    tree.write("slow")
+    first = tree.start("quick --only ppo --seeds 1 --steps 400", stdout=subprocess.DEVNULL)
+    tree.wait_for_steps(PPO_1)
+    second = tree.start("quick --workers 2 --steps 400")
+    tree.wait_for_steps(PPO_2, SPRL_1)
+    tree.write("slow", f"{PPO_2} {SPRL_1}")
+    tree.wait_for((tree.folder / "runs" / PPO_1 / "finished").exists)
+    (tree.folder / "slow").unlink()
+    assert second.communicate(timeout=60)[1] == "" and second.returncode == 0
+    assert first.wait(timeout=60) == 0
+    assert sorted(tree.started()) == QUICK
+
+
+def test_all_cores_work_whatever_their_threads(tree):
+    """nproc alone would say 1 here, and the README recommends the variable."""
+    cores = len(os.sched_getaffinity(0))
+    output = tree("quick --seeds 9 --steps 400 --only ppo", env=os.environ | {"OMP_NUM_THREADS": "1"}).stdout
+    assert max(int(n) for n in re.findall(r"(\d+) running", output)) == min(cores, 9)
 
 
 def test_orphaned_training_is_left_alone(tree):
@@ -410,7 +469,7 @@ def test_time_left_counts_steps_not_runs(tree):
 def test_real_run_ends_with_figure_and_table(tree):
     result = tree("quick --only ppo --seeds 1 --steps 3072", python=sys.executable)
     assert result.returncode == 0, result.stderr
-    folder = tree.folder / "results/quick-3072"
+    folder = tree.folder / "runs/results/quick-3072"
     table = (folder / "table.md").read_text()
     assert table.startswith("The paper's claim: SPRL learns faster than PPO.\n") and table in result.stdout
     assert re.search(r"\| ppo \| 0\.\d+ \| 0\.\d+ \| 1 \| 3,072 \|", table)
@@ -427,7 +486,7 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     assert tree("quick --only ppo --seeds 1 --steps 400").returncode == 0
     result = tree('quick --steps 400 --slurm --sbatch "--time=4:00:00 --mem=8G"', env=env)
     assert result.returncode == 0 and "Submitted batch job 7" in result.stdout and "figure" in result.stdout
-    assert any("figure results/quick-400" in line for line in tree.lines("analysed")), "of what is finished"
+    assert any("figure runs/results/quick-400" in line for line in tree.lines("analysed")), "of what is finished"
     flags = tree.lines("sbatch-flags")
     assert {"--array=2,3,4", "--requeue", "--open-mode=append", "--time=4:00:00", "--mem=8G"} <= set(flags)
     tree.forget()
@@ -435,7 +494,20 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     failed = subprocess.run(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": "4"})
     assert failed.returncode == 3
     result = tree("quick --steps 400 --slurm", env=env)
-    assert result.stderr == f"not finished: runs/{SPRL_2}/log.txt: RuntimeError: out of luck\n"
+    assert result.stderr == f"failed: runs/{SPRL_2}/log.txt: RuntimeError: out of luck\n" and result.returncode == 1
+    assert "--array=2,3,4" in tree.lines("sbatch-flags")  # it gets another chance
+    tree.write("slow")
+    task = subprocess.Popen(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": "2"})
+    tree.wait_for_steps(PPO_2)
+    (tree.folder / "sbatch-flags").unlink()
+    result = tree("quick --steps 400 --slurm --only ppo", env=env)
+    assert result.returncode == 0 and result.stderr == "" and "all that is left is running" in result.stdout
+    assert not (tree.folder / "sbatch-flags").exists(), "what runs is not submitted again"
+    task.terminate()
+    task.wait()
+    (tree.folder / "slow").unlink()
+    result = tree("quick --steps 400 --slurm --only ppo", env=env)
+    assert result.returncode == 0 and result.stderr == f"stopped: runs/{PPO_2}/log.txt\n"
     tree.write("fail")
     tree.forget()
     for task in "234":
@@ -445,7 +517,7 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     tree.forget()
     (tree.folder / "sbatch-flags").unlink()
     again = tree("quick --steps 400 --slurm", env=env)
-    assert again.returncode == 0 and "figure, tables and report: results/quick-400" in again.stdout
+    assert again.returncode == 0 and "figure, tables and report: runs/results/quick-400" in again.stdout
     assert tree.started() == [] and not (tree.folder / "sbatch-flags").exists()
 
 

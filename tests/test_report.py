@@ -113,7 +113,20 @@ def test_steps_to_a_threshold():
     assert scores.steps_to(steps, values, 0.8, 40) == 20  # the window is 2 steps: 0.9
     assert scores.steps_to(steps, values, 0.8, 99) == np.inf  # what comes after the cut does not count
     assert scores.steps_to(steps, values, 1.1, 100) == np.inf
-    assert scores.steps_to(steps, values, 0.0, 100) == 10
+    assert scores.steps_to(steps, values, 0.0, 100) == 20  # at 10 there are no 5 steps before
+    assert scores.steps_to(steps, np.array([1.0, 0.0, 0.0, 0.0, 0.0]), 0.4, 100) == np.inf  # luck in the first row
+
+
+def test_nothing_learned_is_not_timed(tmp_path):
+    for seed in (1, 2):
+        write_csv(tmp_path, f"Maze__ppo__s{seed}", [(50, 0.0), (100, 0.0)])
+    (row,), _ = scores.make_scores(curves.read_folder(tmp_path))
+    assert row["threshold"] is None and row["steps_to"] is None and row["reached"] == 0
+    report.main(report.Args(str(tmp_path), claim="Mazes are <hard>."))
+    text, page = (Path(tmp_path, name).read_text(encoding="utf-8") for name in ("scores.md", "report.html"))
+    assert "100 steps, no threshold." in text and "| PPO | 2 | 0.000 ± 0.000 | 0.000 ± 0.000 | – |" in text
+    assert text.startswith("The paper's claim: Mazes are &lt;hard&gt;.\n")
+    assert "<p>The paper's claim: Mazes are &lt;hard&gt;.</p>" in page
 
 
 @pytest.fixture
@@ -134,31 +147,44 @@ def test_table_by_hand(folder, capsys):
     rows = {(row["env"], row["method"]): row for row in csv.DictReader((folder / "scores.csv").open())}
     sprl, ppo, both = rows["Maze-7-v0", "sprl"], rows["Maze-7-v0", "ppo"], rows["all tasks", "sprl"]
     assert sprl["final_return"] == sprl["auc"] == "0.4" and sprl["final_return_se"] == "0.1"
-    assert (sprl["steps_to"], sprl["reached"], sprl["threshold"]) == ("", "1", "0.35")  # the median of 50 and never
-    assert (rows["Maze-11-v0", "sprl"]["steps_to"], rows["Maze-11-v0", "sprl"]["reached"]) == ("50", "2")
+    assert (sprl["steps_to"], sprl["reached"], sprl["threshold"]) == ("", "1", "0.35")  # the median of 100 and never
+    assert (rows["Maze-11-v0", "sprl"]["steps_to"], rows["Maze-11-v0", "sprl"]["reached"]) == ("100", "2")
     assert ppo["final_iqm"] == "0.25" and ppo["final_improvement"] == ""
     assert sprl["final_improvement"] == "0.8125"  # 0.3 beats two of four and ties, 0.5 beats all: 6.5 of 8
-    assert both["seeds"] == "4" and both["tasks"] == "2" and both["final_iqm"] == "0.6"  # of 0.5 and 0.7
+    assert both["seeds"] == "4" and both["tasks"] == "2"
     assert both["final_improvement"] == "0.9062"  # (0.8125 + 1) / 2
-    assert rows["all tasks", "ppo"]["final_iqm"] == "0.175"  # 0.1, 0.1, 0.1, 0.2, 0.3, 0.4 without the ends
-    low, high = float(both["final_iqm_low"]), float(both["final_iqm_high"])
-    draws = itertools.product(every_draw([0.3, 0.5]), every_draw([0.7, 0.9]))
-    np.testing.assert_allclose((low, high), exact_interval([scores.pooled_iqm(draw) for draw in draws]))
+    assert both["final_iqm"] == both["final_iqm_low"] == ""  # Maze-7 would weigh more for PPO than for SPRL
     text = (folder / "scores.md").read_text(encoding="utf-8")
     assert "| SPRL | 2 | 0.400 ± 0.100 | 0.400 ± 0.100 | > 100 (1 of 2) | 0.400 [0.300, 0.500] |" in text
-    assert "a task with more seeds weighs more" in text
+    assert "Numbers of seeds differ between methods" in text
     with Image.open(folder / "scores.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(image.width * image.height)}
     assert {(0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)} <= colours
+
+
+def test_pool_by_hand(folder):
+    for seed in (3, 4):
+        (folder / f"Maze-7-v0__ppo__s{seed}.csv").unlink()
+    report.main(report.Args(str(folder)))
+    rows = {row["method"]: row for row in csv.DictReader((folder / "scores.csv").open()) if row["env"] == "all tasks"}
+    assert rows["sprl"]["final_iqm"] == "0.6" and rows["ppo"]["final_iqm"] == "0.1"  # of 0.5, 0.7 and of 0.1, 0.1
+    low, high = float(rows["sprl"]["final_iqm_low"]), float(rows["sprl"]["final_iqm_high"])
+    draws = itertools.product(every_draw([0.3, 0.5]), every_draw([0.7, 0.9]))
+    np.testing.assert_allclose((low, high), exact_interval([scores.pooled_iqm(draw) for draw in draws]))
+    assert "Numbers of seeds differ" not in (folder / "scores.md").read_text(encoding="utf-8")
+    for method in ("ppo", "sprl"):
+        (folder / f"Maze-7-v0__{method}__s2.csv").unlink()
+    report.main(report.Args(str(folder)))
+    assert "Numbers of seeds differ between tasks" in (folder / "scores.md").read_text(encoding="utf-8")
 
 
 def test_one_seed_other_methods_and_lengths(folder, capsys):
     """The ablation has one seed and no Maze-11, and its steps after 100 do not count."""
     write_csv(folder, "Maze-7-v0__k5__s1", [(50, 0.9), (100, 0.9), (200, 5.0)])
     report.main(report.Args(str(folder)))
-    assert capsys.readouterr().err == "Maze-7-v0: runs of 100 to 200 steps, scores at 100\n"
+    assert capsys.readouterr().err == "Maze-7-v0: runs of 100 to 200 steps, cut to 100\n"
     text = (folder / "scores.md").read_text(encoding="utf-8")
-    assert "| k5 | 1 | 0.900 ± – | 0.900 ± – | 50 | 0.900 [–] | 1.000 [–] | 0.900 [–] | 1.000 [–] |" in text
+    assert "| k5 | 1 | 0.900 ± – | 0.900 ± – | 100 | 0.900 [–] | 1.000 [–] | 0.900 [–] | 1.000 [–] |" in text
     assert "threshold 0.720." in text  # 80 % of 0.9
     pooled = text.split("### All tasks")[1].split("###")[0]
     assert "| SPRL |" in pooled and "| PPO |" in pooled and "k5" not in pooled
@@ -326,7 +352,7 @@ def test_page_in_a_browser(folder, tmp_path_factory):
         pytest.skip("no chromium on the PATH: the page's program was not run")
     rng = np.random.default_rng(0)
     for seed in (1, 2, 3):
-        rows = [(1000 * t, rng.random()) for t in range(1, 30)]
+        rows = [(50, rng.random()), *((1000 * t, rng.random()) for t in range(1, 30))]
         write_csv(folder, f"Maze-7-v0__eco__s{seed}", rows, rnet_accuracy=0.8)
     probe = """<script>
     const seen = {}, buttons = id => document.querySelectorAll(`#${id} button`), lines = () => [
