@@ -170,9 +170,11 @@ def draw_scores(rows, styles, baseline, path):
             if name.endswith("improvement"):
                 axis.set_xlim(-0.04, 1.04)
                 axis.axvline(0.5, color="gray", linewidth=0.8, linestyle=":")
+                axis.set_xticks([0, 0.5, 1])
+            else:
+                axis.xaxis.set_major_locator(MaxNLocator(4))
             axis.set_ylim(len(members) - 0.5, -0.5)
             axis.set_yticks(range(len(members)), [method_name(row["method"]).replace("$", r"\$") for row in members])
-            axis.xaxis.set_major_locator(MaxNLocator(4))
             axis.grid(axis="x", alpha=0.25, linewidth=0.6)
             if n == 0:
                 axis.set_title(heading.replace("$", r"\$"), fontsize=9, pad=20)

@@ -134,12 +134,17 @@ def segment_ages(rewards):
     return np.array(ages)
 
 
+def first_cost(k, tolerance, num_tolerance_samples, q):
+    """The least age that can have a cost: the percentile passes 0.5 if enough older states are there."""
+    n = np.arange(1, num_tolerance_samples + 1)
+    needed = next(i for i in n if np.percentile((n <= i).astype(float), q) > 0.5)
+    return k + tolerance * needed
+
+
 def step_costs(episode, sprl, judge, settings, embed_frames=None):
     """The k-SP cost (T,) of the episode's steps by the script's own ksp_cost; the judge is an RNet or the oracle."""
     ages = segment_ages(episode.rewards)[1:, None]
-    k, tolerance, num_tolerance_samples, q = settings
-    comparable = ages.max() >= k + tolerance * np.arange(1, num_tolerance_samples + 1)
-    if np.percentile(comparable.astype(float), q) <= 0.5:  # too short for any cost, and perhaps for any pair
+    if ages.max() < first_cost(*settings):  # and perhaps too short for any pair
         return np.zeros(len(ages))
     if embed_frames:
         frames = torch.from_numpy(np.stack(episode.frames)).unsqueeze(1)  # (T + 1, 1, ...): one environment
@@ -172,7 +177,7 @@ def cut(episode, costs, steps):
 
 
 # FIGURE ##############################################################################################################
-def draw(episodes, costs, title, judge_name, path):
+def draw(episodes, costs, title, judge_name, first, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.collections import LineCollection
@@ -209,7 +214,10 @@ def draw(episodes, costs, title, judge_name, path):
             axis.plot(*line[0], "o", markersize=6, color="white", markeredgecolor="black", zorder=3)
             axis.plot(*line[-1], "X", markersize=7, color=colours(0.95), markeredgecolor="black", zorder=3)
             axis.set_title(f"cost {costs[i]:.2f}, {steps} steps", fontsize=9, pad=3)
-    caption = f"{title}\nCost per step by {judge_name}. White dot: start; cross: end; purple to yellow: time."
+    caption = (
+        f"{title}\nCost per step by {judge_name}; the first {first - 1} steps have none. White dot: start; cross: end; "
+        "purple to yellow: time."
+    )
     figure.supxlabel(caption, fontsize=8.5, x=0.01, ha="left")
     figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
@@ -272,7 +280,7 @@ def main(args):
         title += "of which each quarter shows an even spread."
         title += "" if length else " Green: the goal."
         write_costs(episodes, costs, table)
-        draw(episodes, costs, title, judge_name, picture)
+        draw(episodes, costs, title, judge_name, first_cost(*settings), picture)
     print(summary(*list(zip(*played))[1:], args.seed))
     print(f"k-SP cost per step by {judge_name}: {costs.mean():.3f}")
     for name, quarter in zip(("lowest", "highest"), quarters(costs)):

@@ -152,7 +152,7 @@ def draw(args, start, goal, moves, counts, path):
     caption = (
         f"Exact counts, horizon {args.horizon}. Sequences: the actions after the goal are free, a trajectory that "
         f"reaches it after t steps counts $4^{{{args.horizon}-t}}$ times.\nTrajectories: distinct lists of squares up "
-        "to the goal or the horizon, each counted once."
+        f"to the goal or the horizon, each counted once; as a share of all $4^{{{args.horizon}}}$ sequences too."
     )
     figure.supxlabel(caption, fontsize=8.5, x=0.02, ha="left")
     figure.savefig(path, dpi=150)

@@ -160,6 +160,7 @@ def test_an_episode_too_short_to_compare_costs_nothing(script):
         episode = Episode(0, None, states=[1] * (steps + 1), rewards=[0.0] * steps)
         found = trajectories.step_costs(episode, script, Everything(), (2, 1, 60, 90.0))
         assert found.tolist() == [float(first is not None and t >= first) for t in range(1, steps + 1)]
+    assert trajectories.first_cost(2, 1, 60, 90.0) == 9 and trajectories.first_cost(2, 1, 20, 90.0) == 5  # 3 of 20
 
 
 def test_rnet_cost_equals_a_double_loop(script):
