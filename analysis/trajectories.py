@@ -1,7 +1,7 @@
 """Draws an agent's trajectories of low and of high k-SP cost side by side (SPRL, Appendix C).
 
-    python analysis/trajectories.py runs/<name>/agent.pt --episodes 200        # results/trajectories
-    python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --out runs/<name>/trajectories
+    python analysis/trajectories.py runs/<name>/agent.pt                       # runs/<name>/trajectories.png
+    python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --episodes 500 --out results/trajectories
 
 Plays episodes on fresh layouts and asks for the k-SP cost of every step: of the checkpoint's own reachability network
 (RNet) if it has one, else of the true reachability. The figure shows trajectories of the quarter of the episodes with
@@ -15,6 +15,7 @@ are, what to draw below the path, and into how many steps an episode is cut.
 """
 
 import csv
+import os
 from dataclasses import dataclass, field
 
 import matplotlib
@@ -36,8 +37,8 @@ class Args:
     """episodes to play, 4 to 100000"""
     seed: int = 1
     """seed of the layouts and of the sampled actions, at least 0"""
-    out: str = "results/trajectories"
-    """folder of trajectories.csv and trajectories.png, made if missing"""
+    out: str | None = None
+    """folder of trajectories.csv and trajectories.png, made if missing (default: the checkpoint's)"""
 
 
 # DOMAINS #############################################################################################################
@@ -262,7 +263,8 @@ def main(args):
         judge = sprl.Oracle(envs.worlds, settings[0] - 1)
         observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
     judge_name += f", k = {settings[0]}, Dt = {settings[1]}, N = {settings[2]}"
-    with written_whole(args.out, "trajectories.csv", "trajectories.png") as (table, picture):
+    out = args.out or os.path.dirname(args.checkpoint) or "."
+    with written_whole(out, "trajectories.csv", "trajectories.png") as (table, picture):
         recorder = Recorder(envs, *view, observe)
         played = play(recorder, run.agent, script.stack_frames, run_args.stack_observations, run.quotas, run.world_seed)
         episodes = first_episodes(recorder.finished, run.quotas)

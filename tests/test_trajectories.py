@@ -221,8 +221,8 @@ def test_baselines(name, said, tmp_path, capsys, monkeypatch):
     content |= {"rnet": other.make_rnet(envs, args).state_dict()} if name == "ppo_eco.py" else {}
     torch.save(content, tmp_path / "agent.pt")
     monkeypatch.setattr(trajectories, "draw", lambda *arguments: Path(arguments[-1]).write_bytes(b"0" * 40_000))
-    trajectories.main(Args(str(tmp_path / "agent.pt"), episodes=4, out=str(tmp_path / "out")))
-    assert said in capsys.readouterr().out and len(read(tmp_path / "out")) == 4
+    trajectories.main(Args(str(tmp_path / "agent.pt"), episodes=4))
+    assert said in capsys.readouterr().out and len(read(tmp_path)) == 4  # beside the checkpoint
 
 
 @pytest.mark.parametrize("where", ["play", "draw"])
