@@ -17,6 +17,7 @@
 # --dry-run        print the commands, run nothing
 # --slurm          submit one array job, a task per run; --sbatch "FLAGS" are handed to sbatch
 #
+# The block all is every block but quick and minigrid-paper.
 # Started again, it skips what is finished and resumes what was killed; two at a time do not start a run twice.
 # Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, their figures and tables to
 # runs/results/BLOCK (results/ is what we measured); there dmlab is called dmlab-ENGINE, for scores of the stand-in are
@@ -44,9 +45,10 @@ runs() { # seeds steps label environment[:condition] script [flags]: one run per
 four_rooms=MiniGrid-FourRooms-7x7-v0
 grids=(MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0)
 grid_steps() { case $1 in *11x11*) echo 2000000 ;; *Key*) echo 1000000 ;; *) echo 500000 ;; esac; }
+figure_3='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
 block:minigrid() {
   local env n flags='--learning-rate 0.003 --ent-coef 0.01'
-  local claim='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
+  local claim=$figure_3
   for env in "${grids[@]}"; do
     n=$(grid_steps "$env")
     runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 "$flags"
@@ -60,7 +62,7 @@ block:minigrid() {
 }
 block:minigrid-paper() { # the same with the paper's own settings, which learn little here (README)
   local env n flags='--ent-coef 0.01 --encoding raw' rnet='--rnet-triplets 15000 --rnet-learning-rate 0.0003'
-  local claim='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
+  local claim=$figure_3
   for env in "${grids[@]}"; do
     n=$(grid_steps "$env")
     runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003 "$flags"
@@ -172,7 +174,7 @@ block:quick() {
   runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02 "$flags" --k 2 --tolerance 1 \
     --num-tolerance-samples 20 --negative-bias 20
 }
-accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all # all: every block but quick and minigrid-paper
+accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all
 
 # OPTIONS #############################################################################################################
 die() { echo "benchmark.sh: error: $1" >&2; exit 2; }
@@ -248,7 +250,8 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   [[ -n $got ]] && kill -TERM $child
   while got=${got:+0}; wait $child; code=$?; [[ $got == 1 ]]; do :; done # a signal ends a wait, not the child
   # a script ends with 0 after a signal too, and says so below its command in the log
-  ((code == 0)) && [[ -z $got ]] && ! stopped "$log" &&
+  stopped "$log"
+  (($? == 1 && code == 0)) && [[ -z $got ]] && # 2: the log is gone, and with it the word
     echo "${sizes[$1]}" > "$folder/finished"
   [[ -n $late && $folder/agent.pt -nt $folder/lock ]] && scontrol requeue "$SLURM_JOB_ID" # it got on, so it may go on
   return $code
@@ -270,11 +273,14 @@ fi
 last_words() { tr '\r' '\n' < "runs/${names[$1]}/log.txt" | tr -cd '[:print:]\n' | grep . | tail -n 1 | cut -c 1-200; }
 draw() { # figure, tables and report of what is finished; 1: something failed
   local i key name folder paths code=0
+  trap 'exit 130' INT TERM HUP
+  mkdir -p runs/results && exec 8> runs/results/lock && flock 8 # two at a time would write the same files
   local -A files=() # of every block and label
   for i in "${todo[@]}"; do finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
   for key in "${!files[@]}"; do
     read -ra paths <<< "${files[$key]}"
-    "$python" analysis/curves.py export "${paths[@]}" --out "runs/results/${key% *}" --label "${key#* }" > /dev/null || code=1
+    folder=runs/results/${key% *}
+    "$python" analysis/curves.py export "${paths[@]}" --out "$folder" --label "${key#* }" > /dev/null || code=1
   done
   for name in $(printf '%s\n' "${!files[@]}" | cut -d' ' -f1 | sort -u); do
     folder=runs/results/$name
@@ -290,7 +296,8 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   for i in "${todo[@]}"; do # what an earlier array did not finish, so that a run that always fails is seen
     log=runs/${names[i]}/log.txt
     [[ ${state[$i]} == left && -e $log ]] || continue
-    if ! flock --nonblock "runs/${names[i]}/lock" true; then state[$i]=running # under Slurm or elsewhere
+    flock --nonblock --conflict-exit-code 75 "runs/${names[i]}/lock" true
+    if (($? == 75)); then state[$i]=running # under Slurm or elsewhere
     elif stopped "$log"; then echo "stopped: $log" >&2
     else code=1; echo "failed: $log: $(last_words "$i")" >&2; fi
   done
@@ -358,7 +365,7 @@ tick() { # waits a moment and takes note of the runs that have ended
   done
   progress
 }
-stop() { stopping=1 shown=''; for pid in "${!pids[@]}"; do kill -TERM "$pid" 2> /dev/null; done; }
+stop() { local pid; stopping=1 shown=''; for pid in "${!pids[@]}"; do kill -TERM "$pid" 2> /dev/null; done; }
 trap stop INT TERM HUP
 for i in "${todo[@]}"; do
   [[ ${state[$i]} == left ]] || continue
@@ -381,6 +388,5 @@ for i in "${todo[@]}"; do
 done
 [[ -n $stopping ]] && { echo "stopped; the same command again goes on"; exit 130; }
 
-trap - INT TERM HUP
 draw || code=1
 exit $code

@@ -1,7 +1,7 @@
 """Learning curves over seeds: small CSV files from checkpoints, then a figure and a table from the CSV files.
 
-    python analysis/curves.py export runs/*/agent.pt --out results/minigrid     # one CSV per run
-    python analysis/curves.py figure results/minigrid --rnet-accuracy           # curves.png, table.md, table.csv
+    python analysis/curves.py export runs/*/agent.pt --out runs/results/mine    # one CSV per run
+    python analysis/curves.py figure runs/results/mine --rnet-accuracy          # curves.png, table.md, table.csv
 
 A CSV file keeps one run's charts with its command, commit and time, so figure and table can be rebuilt without the run.
 """
@@ -35,7 +35,7 @@ class Export:
     checkpoints: tyro.conf.Positional[tuple[str, ...]]
     """paths of the agent.pt files"""
     out: str
-    """folder of the CSV files, made if missing, e.g. results/minigrid"""
+    """folder of the CSV files, made if missing, e.g. runs/results/mine"""
     label: str | None = None
     """name of the method, letters, digits, dots and hyphens (default: by the run's script and settings)"""
 
@@ -57,7 +57,7 @@ class Figure:
 # EXPORT ##############################################################################################################
 def method_label(script, args):
     method = (script.removesuffix(".py").split("_") + [script])[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
-    if not args.get("cost_scale" if method == "sprl" else "bonus_scale"):  # then the scripts call themselves ppo too
+    if not args["cost_scale" if method == "sprl" else "bonus_scale"]:  # then the scripts call themselves ppo too
         return "ppo"
     if method != "sprl":
         return {"gtgrid": "gt-grid"}.get(method, method)
@@ -65,7 +65,7 @@ def method_label(script, args):
 
 
 def task_name(args):
-    """The environment and what makes it another task: runs of different worlds must never meet in one mean."""
+    """The environment with DMLab's engine or Fetch's conditions, which make it another task: no mean mixes them."""
     env_id = args["env_id"]
     if env_id.startswith("explore_"):  # scores of DeepMind Lab's stand-in are not its own
         return f"{env_id}-{args.get('engine', '')}"
@@ -309,7 +309,8 @@ def draw(runs, path, smooth, rnet_accuracy):
             elif axis.get_ylim()[0] > -0.1 and axis.get_ylim()[1] < 1.1:  # returns in [0, 1]: one scale for all panels
                 axis.set_ylim(-0.02, 1.02)
             if not axis.lines:
-                axis.text(0.5, 0.5, "no RNet", transform=axis.transAxes, ha="center", color="gray")
+                text = "no RNet" if name == "rnet_accuracy" else "no step in common"
+                axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", color="gray")
             axis.set_xlim(0, 1.02 * max(run["step"][-1] for seeds in by_method.values() for run in seeds))
             axis.xaxis.set_major_locator(MaxNLocator(5))
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -327,7 +328,9 @@ def draw(runs, path, smooth, rnet_accuracy):
         few, many = min(counts[method]), max(counts[method])
         seeds = "1 seed" if many == 1 else f"{many} seeds" if few == many else f"{few} to {many} seeds"
         texts.append(f"{method_name(method)} ({seeds})")
-    ncols = max(1, min(len(texts), int(size[0] / (0.6 + 0.075 * max(map(len, texts))))))  # as many as fit, in inches
+    ncols = max(
+        1, min(len(texts), int(size[0] / (0.6 + 0.075 * max(map(len, texts), default=0))))
+    )  # as many as fit, in inches
     figure.legend(
         [handles[method] for method in methods], texts, loc="outside lower center", ncols=ncols,
         frameon=False, title="mean and standard error over seeds" if max(map(max, counts.values())) > 1 else None,

@@ -34,7 +34,7 @@ class Args:
     folder: tyro.conf.Positional[str]
     """folder of the CSV files; the report is written there too"""
     threshold: float | None = None
-    """return whose first crossing is timed (default: per task, 80 % of the best method's final return)"""
+    """return whose first crossing is timed (default: per task, 80 % of the best method's final return if positive)"""
     baseline: str = "ppo"
     """label of the method that the others are compared with"""
     claim: str = ""
@@ -92,8 +92,10 @@ def make_notes(rows, scaled, baseline):
         )
     pooled = [row for row in rows if row["env"] == ALL]
     if pooled:
-        text = f"All tasks: the runs of the methods that have all {pooled[0]['tasks']} tasks, pooled for the IQM, "
-        notes.append(text + "averaged over tasks for P(better). " if baseline else text.removesuffix(", ") + ". ")
+        how = ["pooled for the IQM"] * (pooled[0]["final_iqm"] is not None)
+        how += ["averaged over tasks for P(better)"] * bool(baseline)
+        text = f"All tasks: the runs of the methods that have all {pooled[0]['tasks']} tasks, "
+        notes.append(f"{text}{', '.join(how)}. ")
         if scaled:
             notes[-1] += "Returns are scaled in each task from 0, its worst run, to 1, its best. "
         seeds = {row["seeds"] for row in rows if row["method"] == pooled[0]["method"] and row["env"] != ALL}
@@ -148,7 +150,7 @@ def draw_scores(rows, styles, baseline, path):
     """Points with their intervals, one row of panels per group of the table."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     groups = by_env(rows)
     columns = {heading: name for heading, (_, name) in make_columns(True, baseline).items() if name}
@@ -172,14 +174,15 @@ def draw_scores(rows, styles, baseline, path):
                 axis.axvline(0.5, color="gray", linewidth=0.8, linestyle=":")
                 axis.set_xticks([0, 0.5, 1])
             else:
-                axis.xaxis.set_major_locator(MaxNLocator(4))
+                axis.xaxis.set_major_locator(MaxNLocator(4) if axis.lines else NullLocator())
             axis.set_ylim(len(members) - 0.5, -0.5)
             axis.set_yticks(range(len(members)), [method_name(row["method"]).replace("$", r"\$") for row in members])
             axis.grid(axis="x", alpha=0.25, linewidth=0.6)
             if n == 0:
                 axis.set_title(heading.replace("$", r"\$"), fontsize=9, pad=20)
         task = make_heading(members)[0].replace("$", r"\$")
-        line[0].text(0, 1.02, task, transform=line[0].transAxes, va="bottom", fontweight="bold")
+        text = line[0].text(0, 1.02, task, transform=line[0].transAxes, va="bottom", fontweight="bold")
+        text.set_in_layout(False)  # or a long name would squeeze the first column
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -188,8 +191,6 @@ def draw_scores(rows, styles, baseline, path):
 def encode(runs, name):
     """One method's curves as {x: first and last step of an even grid, d: decimals, s: seeds, v: values times 10^d}."""
     runs = [run for run in runs if len(points(run, name)[0])]  # a method without an RNet has no accuracy
-    if not runs:
-        return None
     grid, curves = seed_curves(runs, name, 1, POINTS)
     if not curves:
         return None

@@ -123,9 +123,9 @@ def make_scores(runs, baseline="ppo", threshold=None):
     shared = [{method: by_score[method] for method in methods} for by_score in tasks if methods]
     scaled = any(abs(found["final"]).max() > 1 for by_score in shared for found in by_score.values())
     shared = [common_scale(by_score) if scaled else by_score for by_score in shared]
-    seeds = {tuple(len(by_score[method]["final"]) for by_score in shared) for method in methods}
-    alike = len(seeds) == 1  # else the tasks' weights in the pool would be other ones for every method
-    for method in methods if len(shared) > 1 else ():
+    # the tasks' weights in the pool must be the same ones for every method
+    alike = len({tuple(len(by_score[method]["final"]) for by_score in shared) for method in methods}) == 1
+    for method in methods if len(shared) > 1 and (alike or baseline in methods) else ():
         tasks, others = ([by_score.get(name) for by_score in shared] for name in (method, baseline))
         seeds = sum(len(task["final"]) for task in tasks)
         has_other = method != baseline and baseline in methods

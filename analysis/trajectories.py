@@ -1,7 +1,7 @@
 """Draws an agent's trajectories of low and of high k-SP cost side by side (SPRL, Appendix C).
 
     python analysis/trajectories.py runs/<name>/agent.pt                       # runs/<name>/trajectories.png
-    python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --episodes 500 --out results/trajectories
+    python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --episodes 500 --out pictures
 
 Plays episodes on fresh layouts and asks for the k-SP cost of every step: of the checkpoint's own reachability network
 (RNet) if it has one, else of the true reachability. The figure shows trajectories of the quarter of the episodes with
@@ -216,8 +216,8 @@ def draw(episodes, costs, title, judge_name, first, path):
             axis.plot(*line[-1], "X", markersize=7, color=colours(0.95), markeredgecolor="black", zorder=3)
             axis.set_title(f"cost {costs[i]:.2f}, {steps} steps", fontsize=9, pad=3)
     caption = (
-        f"{title}\nCost per step by {judge_name}; the first {first - 1} steps have none. White dot: start; cross: end; "
-        "purple to yellow: time."
+        f"{title}\nCost per step by {judge_name}, none in the first {first - 1} steps of an episode and after a reward."
+        " White dot: start; cross: end; purple to yellow: time."
     )
     figure.supxlabel(caption, fontsize=8.5, x=0.01, ha="left")
     figure.savefig(path, dpi=150, format="png")

@@ -28,7 +28,10 @@ PRETEND = """
     import os, signal, sys, time
     if sys.argv[1].startswith("analysis/"):
         print(*sys.argv[1:], file=open("analysed", "a"))
-        time.sleep(100 if os.path.exists("slow-analysis") else 0)
+        try:
+            time.sleep(100 if os.path.exists("slow-analysis") else 0)
+        except KeyboardInterrupt:
+            sys.exit(130)
         sys.exit()
     flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
     name, total = flags["--run-name"], int(flags["--total-timesteps"])
@@ -176,8 +179,9 @@ def test_bad_options_are_refused(tree, flags, said):
 
 def test_every_line_is_a_whole_command(tree):
     """The scripts take the flags as they stand, and no two runs share a folder."""
-    lines = tree("all --dry-run --seeds 1").stdout.splitlines() + tree("quick --dry-run --seeds 1").stdout.splitlines()
-    names = []
+    names, lines = [], []
+    for block in ("all", "quick", "minigrid-paper"):  # all leaves the other two out
+        lines += tree(f"{block} --dry-run --seeds 1").stdout.splitlines()
     for line in lines:
         python, script, *flags = shlex.split(line)
         assert python == str(tree.python)
@@ -188,7 +192,7 @@ def test_every_line_is_a_whole_command(tree):
         assert args.seed == 1 and args.total_timesteps >= 250_000 and args.env_id in args.run_name
         if args.env_id.startswith("explore_"):
             assert args.engine == "labmaze" and args.run_name.startswith("dmlab-labmaze__explore_")
-    assert len(set(names)) == len(lines) == 20 + 25 + 15 + 16 + 16 + 48 + 12 + 16 + 12 + 4 + 2
+    assert len(set(names)) == len(lines) == 20 + 25 + 15 + 16 + 16 + 48 + 12 + 16 + 12 + 4 + 2 + 20
     assert sum("dmlab-" in name for name in names) == 15
     assert tree.started() == []
 
@@ -241,6 +245,17 @@ def test_only_and_seeds(tree):
         (f"{world}-11x11", method): 3 for world in ("FourRooms", "KeyDoors") for method in ("eco", "icm")
     }
     assert len(chosen("--only KeyDoors")) == 10 and len(chosen("--only gt-grid")) == 4
+
+
+def test_the_papers_own_settings(tree):
+    """METHOD's table, for whoever wants to see what becomes of it."""
+    (line,) = tree("minigrid-paper --dry-run --seeds 1 --only sprl,FourRooms-7x7").stdout.splitlines()
+    args = tyro.cli(load("ppo_sprl_minigrid.py").Args, args=shlex.split(line)[2:])
+    assert (args.cost_scale, args.learning_rate, args.num_tolerance_samples, args.encoding) == (0.002, 0.01, 60, "raw")
+    assert (args.k, args.tolerance, args.negative_bias, args.ent_coef) == (2, 1, 20, 0.01)
+    lines = tree("minigrid-paper --dry-run --seeds 1 --only eco,icm,gt-grid,FourRooms-7x7").stdout.splitlines()
+    weights = [re.search(r"--bonus-scale (\S+)", line)[1] for line in lines]
+    assert weights == ["0.001", "0.1", "0.01"]
 
 
 def test_a_condition_is_in_the_name_of_the_task(tree):
@@ -377,14 +392,15 @@ def test_two_at_the_same_time_start_nothing_twice(tree):
     tree.write("slow-analysis")
     tree.write("slow", f"{PPO_1} {PPO_2}")
     tree.wait_for(lambda: tree.lines("analysed"))
-    for name in ("slow-analysis", "slow"):
-        (tree.folder / name).unlink()
+    time.sleep(0.5)
     os.killpg(second.pid, signal.SIGINT)
     _, errors = second.communicate(timeout=60)
+    for name in ("slow-analysis", "slow"):
+        (tree.folder / name).unlink()
     errors = "\n".join(line for line in errors.splitlines() if line.startswith("another"))
     assert [line.split("/")[1] for line in errors.splitlines()] == [PPO_1, PPO_2]
     assert all(line.startswith("another benchmark.sh is at it: ") for line in errors.splitlines())
-    assert second.returncode == -signal.SIGINT, "Ctrl-C ends the drawing too"
+    assert second.returncode == 130 and len(tree.lines("analysed")) == 1, "Ctrl-C ends the drawing too"
     first.communicate(timeout=60)
     assert sorted(tree.started()) == QUICK
     assert tree("quick --steps 400").returncode == 0 and sorted(tree.started()) == QUICK
@@ -409,6 +425,19 @@ def test_all_cores_work_whatever_their_threads(tree):
     cores = len(os.sched_getaffinity(0))
     output = tree("quick --seeds 9 --steps 400 --only ppo", env=os.environ | {"OMP_NUM_THREADS": "1"}).stdout
     assert max(int(n) for n in re.findall(r"(\d+) running", output)) == min(cores, 9)
+
+
+def test_stopped_run_without_its_log_is_not_finished(tree):
+    """Only the log tells that a run which ended well was stopped; the folder may lose it while it runs."""
+    tree.write("slow")
+    process = tree.start("quick --only ppo --seeds 1 --steps 400")
+    tree.wait_for_steps(PPO_1)
+    (tree.folder / "runs" / PPO_1 / "log.txt").unlink()
+    (pid,) = [pid for pid, command in processes_of(process) if "--run-name" in command]
+    os.kill(pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 1 and tree.checkpoint(PPO_1) < 400
+    assert not (tree.folder / "runs" / PPO_1 / "finished").exists()
 
 
 def test_orphaned_training_is_left_alone(tree):
@@ -497,7 +526,10 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     assert result.stderr == f"failed: runs/{SPRL_2}/log.txt: RuntimeError: out of luck\n" and result.returncode == 1
     assert "--array=2,3,4" in tree.lines("sbatch-flags")  # it gets another chance
     tree.write("slow")
-    task = subprocess.Popen(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": "2"})
+    task = subprocess.Popen(
+        ["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": "2"}, start_new_session=True
+    )
+    tree.started_processes.append(task)
     tree.wait_for_steps(PPO_2)
     (tree.folder / "sbatch-flags").unlink()
     result = tree("quick --steps 400 --slurm --only ppo", env=env)
