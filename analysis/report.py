@@ -178,8 +178,8 @@ def draw_scores(rows, styles, baseline, path):
             axis.set_ylim(len(members) - 0.5, -0.5)
             axis.set_yticks(range(len(members)), [method_name(row["method"]).replace("$", r"\$") for row in members])
             axis.grid(axis="x", alpha=0.25, linewidth=0.6)
-            if n == 0:
-                axis.set_title(heading.replace("$", r"\$"), fontsize=9, pad=20)
+            # below the first row an empty title keeps room for the task's name
+            axis.set_title(" " if n else heading.replace("$", r"\$"), fontsize=9, pad=6 if n else 20)
         task = make_heading(members)[0].replace("$", r"\$")
         text = line[0].text(0, 1.02, task, transform=line[0].transAxes, va="bottom", fontweight="bold")
         text.set_in_layout(False)  # or a long name would squeeze the first column
