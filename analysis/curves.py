@@ -249,6 +249,15 @@ def make_table(runs):
     return rows
 
 
+def with_error(mean, error):
+    """mean ± error; the mean alone where a single seed has no error."""
+    digits = 3 if abs(mean) < 10 else 1
+    if error is None or np.isnan(error):
+        return f"{mean:.{digits}f}"
+    small = 1e-9 < error < 0.5 * 10**-digits  # would be rounded to none at all
+    return f"{mean:.{digits}f} ± " + (f"{error:.1g}" if small else f"{error:.{digits}f}")
+
+
 def write_table(rows, folder, claim=""):
     with open(os.path.join(folder, "table.csv"), "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -256,10 +265,6 @@ def write_table(rows, folder, claim=""):
         for row in rows:
             floats = {name: float(value) for name, value in row.items() if isinstance(value, float)}
             writer.writerow(row | {name: "" if np.isnan(value) else round(value, 4) for name, value in floats.items()})
-
-    def cell(mean, error):
-        digits = 3 if abs(mean) < 10 else 1
-        return f"{mean:.{digits}f}" + ("" if np.isnan(error) else f" ± {error:.{digits}f}")
 
     lines = [
         "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
@@ -270,10 +275,20 @@ def write_table(rows, folder, claim=""):
     for env_id in dict.fromkeys(row["env"] for row in rows):
         lines += ["", f"### {env_id}", "", "| method | final return | area | seeds | steps | commit |", "|-|-|-|-|-|-|"]
         for row in (row for row in rows if row["env"] == env_id):
-            final, area = cell(row["final_return"], row["final_return_se"]), cell(row["auc"], row["auc_se"])
+            final, area = (with_error(row[name], row[f"{name}_se"]) for name in ("final_return", "auc"))
             cells = (row["method"], final, area, str(row["seeds"]), f"{row['steps']:,}", row["commit"])
             lines.append(f"| {' | '.join(cells)} |")
     Path(folder, "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def seed_counts(by_method):
+    """How many seeds a panel shows, in words: 6 seeds, or 3 seeds, ECO and ICM 1."""
+    methods = defaultdict(list)
+    for method, seeds in by_method.items():
+        methods[len(seeds)].append(method_name(method))
+    (count, _), *others = sorted(methods.items(), key=lambda item: (-len(item[1]), -item[0]))
+    parts = [f"{' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))} {n}" for n, names in others]
+    return ", ".join([f"{count} seed{'s' * (count > 1)}", *parts])
 
 
 def draw(runs, path, smooth, rnet_accuracy):
@@ -291,13 +306,13 @@ def draw(runs, path, smooth, rnet_accuracy):
     figure, axes = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
-    handles, counts = {}, defaultdict(set)
+    handles, most = {}, 0
     for panel, (env_id, by_method) in enumerate(runs.items()):
         for row, (name, label) in enumerate(names.items()):
             axis = axes[panel // columns * len(names) + row, panel % columns]
             axis.axis("on")
             for method, seeds in by_method.items():
-                counts[method].add(len(seeds))
+                most = max(most, len(seeds))
                 grid, curves = seed_curves(seeds, name, smooth)
                 if curves:  # a method without an RNet has no accuracy
                     mean, error = mean_and_error(curves)
@@ -318,22 +333,20 @@ def draw(runs, path, smooth, rnet_accuracy):
             if panel % columns == 0:
                 axis.set_ylabel(label)
             if row == 0:
-                axis.set_title(short_name(env_id), fontsize=10)
+                axis.set_title(short_name(env_id), fontsize=10, pad=16)
+                text = axis.text(0.5, 1.02, seed_counts(by_method), transform=axis.transAxes, fontsize=7.5, ha="center")
+                text.set_in_layout(False)
             if row == len(names) - 1:
                 note = f"\n(running mean of {smooth} of 200 points)" if smooth > 1 else ""
                 axis.set_xlabel("environment steps" + note)
     methods = sorted(handles, key=list(styles).index)
-    texts = []
-    for method in methods:
-        few, many = min(counts[method]), max(counts[method])
-        seeds = "1 seed" if many == 1 else f"{many} seeds" if few == many else f"{few} to {many} seeds"
-        texts.append(f"{method_name(method)} ({seeds})")
+    texts = [method_name(method) for method in methods]
     ncols = max(
         1, min(len(texts), int(size[0] / (0.6 + 0.075 * max(map(len, texts), default=0))))
-    )  # as many as fit, in inches
+    )  # that fit, in inches
     figure.legend(
         [handles[method] for method in methods], texts, loc="outside lower center", ncols=ncols,
-        frameon=False, title="mean and standard error over seeds" if max(map(max, counts.values())) > 1 else None,
+        frameon=False, title="mean and standard error over seeds" if most > 1 else None,
         title_fontsize=8,
     )  # fmt: skip
     figure.savefig(path, dpi=150)

@@ -3,14 +3,16 @@
     python analysis/report.py results/minigrid                                  # uses it for scores.md and scores.csv
     python -c "import sys; sys.path.append('analysis'); import scores; print(scores.iqm([1, 2, 3, 9]))"
 
-It differs from their library rliable in this: tasks may have different numbers of seeds, and one with more then weighs
-more in a pooled mean, which is left out where methods would differ in that; a single seed has no interval.
+It differs from their library rliable in this: tasks and methods may have different numbers of seeds. Fewer than three
+have no interval; tasks are pooled over the methods that have three seeds or more on all of them, each with as many
+seeds as the smallest of these numbers, so that every task weighs the same.
 """
 
 import numpy as np
 from curves import common_steps, mean_and_error, mean_between, points
 
 ALL = "all tasks"  # in the place of the environment in rows that pool tasks
+MIN_SEEDS = 3  # of an interval: that of two is the range between them and holds the true mean in half of the cases
 
 
 # STATISTICS ##########################################################################################################
@@ -38,8 +40,8 @@ def improvement(tasks_x, tasks_y):
 
 def interval(statistic, *methods, reps=10_000):
     """95 % percentile interval of the stratified bootstrap: in every method and task the seeds are drawn anew, as many
-    as there are. None if a method has a single seed somewhere, from which only itself could be drawn."""
-    if any(len(seeds) < 2 for tasks in methods for seeds in tasks):
+    as there are. None if a method has too few seeds somewhere."""
+    if any(len(seeds) < MIN_SEEDS for tasks in methods for seeds in tasks):
         return None
     rng = np.random.default_rng(0)  # the same runs always give the same interval
     drawn = [[seeds[rng.integers(len(seeds), size=(reps, len(seeds)))] for seeds in tasks] for tasks in methods]
@@ -57,7 +59,8 @@ def steps_to(steps, values, threshold, last, window=0.05):
 # TABLE ###############################################################################################################
 def run_scores(runs, threshold=None):
     """{env: (steps, threshold, {method: {score: array over seeds}})}. The threshold's default is 80 % of the best
-    method's final return, and None where that is not positive: nothing has been learned that could be timed."""
+    method's final return, and None where that is not above twice what all began with, in the first 5 % of the steps, or
+    not positive: little has been learned that could be timed."""
     scores = {}
     for env_id, by_method in runs.items():
         last, by_score = common_steps(env_id, by_method), {}
@@ -68,7 +71,9 @@ def run_scores(runs, threshold=None):
                 "auc": np.array([mean_between(*curve, 0, last) for curve in curves]),
             }
         best = max(found["final"].mean() for found in by_score.values())
-        goal = threshold if threshold is not None else 0.8 * best if best > 0 else None
+        every_curve = [points(run, "return") for seeds in by_method.values() for run in seeds]
+        start = np.mean([mean_between(*curve, 0, 0.05 * last) for curve in every_curve])
+        goal = threshold if threshold is not None else 0.8 * best if best > max(0, 2 * start) else None
         for method, seeds in by_method.items():
             curves = [points(run, "return") for run in seeds if goal is not None]
             by_score[method]["steps_to"] = np.array([steps_to(*curve, goal, last) for curve in curves])
@@ -76,16 +81,15 @@ def run_scores(runs, threshold=None):
     return scores
 
 
-def estimates(method, baseline, has_iqm=True):
-    """Interquartile mean (unless not wanted) and probability of improvement of both scores with intervals; one
-    {score: array} per task, baseline None for the baseline itself."""
+def estimates(method, baseline):
+    """Interquartile mean and probability of improvement of both scores with intervals; one {score: array} per task,
+    baseline None for the baseline itself. One run against another is no probability."""
     row = {}
     for score in ("final", "auc"):
-        tasks, found = [task[score] for task in method], {"iqm": (None, None), "improvement": (None, None)}
-        if has_iqm:
-            found["iqm"] = pooled_iqm(tasks), interval(pooled_iqm, tasks)
-        if baseline:
-            others = [task[score] for task in baseline]
+        tasks = [task[score] for task in method]
+        found = {"iqm": (pooled_iqm(tasks), interval(pooled_iqm, tasks)), "improvement": (None, None)}
+        others = [task[score] for task in baseline or ()]
+        if others and min(map(len, tasks + others)) > 1:
             found["improvement"] = improvement(tasks, others), interval(improvement, tasks, others)
         for name, (value, bounds) in found.items():
             low, high = (None, None) if bounds is None else bounds
@@ -104,8 +108,8 @@ def common_scale(by_score):
 
 
 def make_scores(runs, baseline="ppo", threshold=None):
-    """Rows of the table, one per task and method, then one over all tasks per method that has run on all of them; None
-    where there is no number. Also whether these last are of scaled returns: they are unless all lie in [-1, 1]."""
+    """Rows of the table, one per task and method, then one over all tasks per method that has enough seeds of each;
+    None where there is no number. Also whether these last are of scaled returns: they are unless all lie in [-1, 1]."""
     scores, rows = run_scores(runs, threshold), []
     for env_id, (last, goal, by_score) in scores.items():
         for method, found in by_score.items():
@@ -119,16 +123,13 @@ def make_scores(runs, baseline="ppo", threshold=None):
             other = by_score.get(baseline) if method != baseline else None
             rows.append(row | estimates([found], [other] if other else None))
     tasks = [by_score for _, _, by_score in scores.values()]
-    methods = [method for method in tasks[0] if all(method in by_score for by_score in tasks)]
-    shared = [{method: by_score[method] for method in methods} for by_score in tasks if methods]
-    scaled = any(abs(found["final"]).max() > 1 for by_score in shared for found in by_score.values())
-    shared = [common_scale(by_score) if scaled else by_score for by_score in shared]
-    # the tasks' weights in the pool must be the same ones for every method
-    alike = len({tuple(len(by_score[method]["final"]) for by_score in shared) for method in methods}) == 1
-    for method in methods if len(shared) > 1 and (alike or baseline in methods) else ():
-        tasks, others = ([by_score.get(name) for by_score in shared] for name in (method, baseline))
-        seeds = sum(len(task["final"]) for task in tasks)
-        has_other = method != baseline and baseline in methods
-        row = {"env": ALL, "method": method, "seeds": seeds, "tasks": len(shared)}
-        rows.append(row | estimates(tasks, others if has_other else None, alike))
+    methods = [m for m in tasks[0] if all(m in task and len(task[m]["final"]) >= MIN_SEEDS for task in tasks)]
+    seeds = min((len(task[method]["final"]) for task in tasks for method in methods), default=0)
+    shared = [{m: {name: task[m][name][:seeds] for name in ("final", "auc")} for m in methods} for task in tasks]
+    scaled = any(abs(found["final"]).max() > 1 for task in shared for found in task.values())
+    shared = [common_scale(task) if scaled else task for task in shared]
+    for method in methods if min(len(shared), len(methods)) > 1 else ():
+        others = [task[baseline] for task in shared] if method != baseline and baseline in methods else None
+        row = {"env": ALL, "method": method, "seeds": seeds * len(shared), "tasks": len(shared)}
+        rows.append(row | estimates([task[method] for task in shared], others))
     return rows, scaled

@@ -436,3 +436,16 @@ def test_most_likely_of_a_gaussian_is_its_mean():
     agent = SimpleNamespace(network=lambda obs: obs + 1, actor=lambda hidden: 2 * hidden)
     space = gym.spaces.Box(-1, 1, (2,))
     assert evaluate.most_likely(agent, torch.tensor([[0.0, 3.0]]), space).tolist() == [[2.0, 8.0]]
+
+
+def test_small_errors_are_not_rounded_away():
+    assert curves.with_error(0.937, 0.0123) == "0.937 ± 0.012" and curves.with_error(0.937, 0.00034) == "0.937 ± 0.0003"
+    assert curves.with_error(12.34, 0.04) == "12.3 ± 0.04" and curves.with_error(0.5, 0.0) == "0.500 ± 0.000"
+    assert curves.with_error(0.5, np.nan) == curves.with_error(0.5, None) == "0.500"  # a single seed has none
+
+
+def test_seeds_in_words():
+    assert curves.seed_counts({"sprl": [1] * 6, "ppo": [1] * 6}) == "6 seeds"
+    found = curves.seed_counts({"sprl": [1] * 3, "ppo": [1] * 3, "eco": [1], "icm": [1], "gt-grid": [1]})
+    assert found == "1 seed, SPRL and PPO 3"
+    assert curves.seed_counts({"sprl": [1] * 3, "eco": [1], "k5": [1] * 3, "icm": [1] * 3}) == "3 seeds, ECO 1"
