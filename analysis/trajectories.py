@@ -2,16 +2,18 @@
 
     python analysis/trajectories.py runs/<name>/agent.pt                       # runs/<name>/trajectories.png
     python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --episodes 500 --out pictures
+    python analysis/trajectories.py runs/<ppo>/agent.pt --judge runs/<sprl>/agent.pt     # PPO's, by the RNet of SPRL
 
 Plays episodes on fresh layouts and asks for the k-SP cost of every step: of the checkpoint's own reachability network
-(RNet) if it has one, else of the true reachability. The figure shows trajectories of the quarter of the episodes with
-the lowest mean cost per step and of the quarter with the highest, spread evenly over each quarter and not chosen. A
-path goes from purple to yellow as time passes; it is shaken a little, so that what lies on one another can be seen and
-turning in place becomes a scribble.
+(RNet) or another one's, on MiniGrid without any of the true reachability. The figure shows trajectories of the quarter
+with the lowest mean cost per step and of the quarter with the highest, spread evenly over each quarter and not chosen.
+The first steps of an episode have nothing to be compared with: the mean is over the others, or short episodes would
+cost little merely for being short, and a trajectory without others is left out. A path goes from purple to yellow as
+time passes; it is shaken a little, so that what lies on one another can be seen and turning in place becomes a scribble.
 
 On MiniGrid a trajectory is an episode, on its own map, for every episode has another layout. On Montezuma's Revenge it
 is 60 steps, as in the paper, over the picture they begin with. Another domain adds a line to VIEWS: where its agents
-are, what to draw below the path, and into how many steps an episode is cut.
+are, what to draw below the path, into how many steps an episode is cut, and its name.
 """
 
 import csv
@@ -39,6 +41,8 @@ class Args:
     """seed of the layouts and of the sampled actions, at least 0"""
     out: str | None = None
     """folder of trajectories.csv and trajectories.png, made if missing (default: the checkpoint's)"""
+    judge: str | None = None
+    """path of an agent.pt of the same domain whose RNet tells the cost (default: the checkpoint itself)"""
 
 
 # DOMAINS #############################################################################################################
@@ -63,9 +67,9 @@ def screen_background(envs, i):
     return envs.frames[i].repeat(3, 2)
 
 
-VIEWS = {  # by the class of the environments; the last is the steps of a trajectory, where it is not the whole episode
-    "GridWorlds": (grid_positions, grid_background, None),
-    "AtariGames": (screen_positions, screen_background, 60),
+VIEWS = {  # by the class of the environments; the steps of a trajectory, where it is not the whole episode, and a name
+    "GridWorlds": (grid_positions, grid_background, None, "MiniGrid"),
+    "AtariGames": (screen_positions, screen_background, 60, "Montezuma's Revenge"),
 }
 
 
@@ -78,6 +82,8 @@ class Episode:
     places: list = field(default_factory=list)  # T + 1 positions in pixels
     states: list = field(default_factory=list)  # T + 1 numbers of the oracle's, if there is one
     rewards: list = field(default_factory=list)  # T
+    number: int = 0  # of the episode, in the order in which they ended
+    start: int = 0  # the episode's step that is the first here
 
 
 class Recorder:
@@ -156,6 +162,11 @@ def step_costs(episode, sprl, judge, settings, embed_frames=None):
     return sprl.ksp_cost(judge, embeddings, ages, *settings).squeeze(1).numpy()
 
 
+def possible_costs(episode, costs, first):
+    """The costs (T,), NaN at the steps that cannot have one because their segment began less than `first` steps ago."""
+    return np.where(segment_ages(episode.rewards)[1:] >= first, costs, np.nan)
+
+
 def quarters(costs):
     """Indices of the lowest and of the highest quarter of the costs, each from low to high; ties in order of play."""
     order = np.argsort(costs, kind="stable")
@@ -174,7 +185,8 @@ def cut(episode, costs, steps):
         part, after = slice(start, start + steps), slice(start, start + steps + 1)
         frames = episode.frames[after]
         background, places, states = frames[0].repeat(3, 2), episode.places[after], episode.states[after]
-        yield Episode(episode.env, background, frames, places, states, episode.rewards[part]), costs[part]
+        rewards = episode.rewards[part]
+        yield Episode(episode.env, background, frames, places, states, rewards, episode.number, start), costs[part]
 
 
 # FIGURE ##############################################################################################################
@@ -216,8 +228,8 @@ def draw(episodes, costs, title, judge_name, first, path):
             axis.plot(*line[-1], "X", markersize=7, color=colours(0.95), markeredgecolor="black", zorder=3)
             axis.set_title(f"cost {costs[i]:.2f}, {steps} steps", fontsize=9, pad=3)
     caption = (
-        f"{title}\nCost per step by {judge_name}, none in the first {first - 1} steps of an episode and after a reward."
-        " White dot: start; cross: end; purple to yellow: time."
+        f"{title}\nMean cost by {judge_name}, without the first {first - 1} steps of an episode and after a reward,"
+        " which cannot cost. White dot: start; cross: end; purple to yellow: time."
     )
     figure.supxlabel(caption, fontsize=8.5, x=0.01, ha="left")
     figure.savefig(path, dpi=150, format="png")
@@ -228,10 +240,11 @@ def write_costs(episodes, costs, path):
     low, high = quarters(costs)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("episode", "return", "steps", "cost_per_step", "quarter"))
+        writer.writerow(("episode", "start", "return", "steps", "cost_per_step", "quarter"))
         for i, episode in enumerate(episodes):
             quarter = "lowest" if i in low else "highest" if i in high else ""
-            writer.writerow((i, f"{sum(episode.rewards):.4f}", len(episode.rewards), f"{costs[i]:.4f}", quarter))
+            total, steps = f"{sum(episode.rewards):.4f}", len(episode.rewards)
+            writer.writerow((episode.number, episode.start, total, steps, f"{costs[i]:.4f}", quarter))
 
 
 def main(args):
@@ -242,23 +255,28 @@ def main(args):
     run = load_run(args.checkpoint, args.episodes, args.seed)
     checkpoint, script, run_args, envs = run.checkpoint, run.script, run.args, run.envs
     if type(envs).__name__ not in VIEWS:
-        fail(f"{args.checkpoint} plays {type(envs).__name__}, accepted: {', '.join(VIEWS)}")
-    *view, length = VIEWS[type(envs).__name__]
-    sprl = script if hasattr(script, "ksp_cost") else load_script(SPRL, args.checkpoint)
+        accepted = " and ".join(domain for *_, domain in VIEWS.values())
+        fail(f"{args.checkpoint} plays {run_args.env_id}, accepted: agents of {accepted}")
+    *view, length, domain = VIEWS[type(envs).__name__]
+    judges = load_run(args.judge, args.episodes, args.seed) if args.judge else run
+    if type(judges.envs).__name__ != type(envs).__name__:  # scripts have copies of one class
+        fail(f"--judge {args.judge} plays {judges.args.env_id}, accepted: a checkpoint of {domain}")
+    sprl = judges.script if hasattr(judges.script, "ksp_cost") else load_script(SPRL, args.checkpoint)
 
     names = ("k", "tolerance", "num_tolerance_samples", "cost_percentile")
-    settings = [getattr(run_args, name, getattr(sprl.Args, name)) for name in names]
-    if "rnet" in checkpoint:
-        judge = script.make_rnet(envs, run_args).eval()
+    settings = [getattr(judges.args, name, getattr(sprl.Args, name)) for name in names]
+    source = args.judge or args.checkpoint
+    if "rnet" in judges.checkpoint:
         try:
-            judge.load_state_dict(checkpoint["rnet"])
+            judge = judges.script.make_rnet(envs, judges.args).eval()
+            judge.load_state_dict(judges.checkpoint["rnet"])
         except Exception as error:
-            fail(f"{args.checkpoint} does not fit today's {checkpoint['script']} ({first_line(error)})")
-        observe, judge_name = None, "the checkpoint's RNet"
-        if not checkpoint.get("schedule", {}).get("ready", True):
+            fail(f"{source} does not fit today's {judges.checkpoint['script']} ({first_line(error)})")
+        observe, judge_name = None, f"{'another' if args.judge else 'the'} checkpoint's RNet"
+        if not judges.checkpoint.get("schedule", {}).get("ready", True):
             judge_name += ", which its training did not trust yet"
-    elif not hasattr(envs, "worlds"):
-        fail(f"{args.checkpoint} has no RNet to tell the cost, accepted: a checkpoint of SPRL or ECO")
+    elif args.judge or not hasattr(envs, "worlds"):
+        fail(f"{source} has no RNet to tell the cost, accepted: with --judge an agent.pt of SPRL or ECO on {domain}")
     else:
         judge = sprl.Oracle(envs.worlds, settings[0] - 1)
         observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
@@ -268,21 +286,27 @@ def main(args):
         recorder = Recorder(envs, *view, observe)
         played = play(recorder, run.agent, script.stack_frames, run_args.stack_observations, run.quotas, run.world_seed)
         episodes = first_episodes(recorder.finished, run.quotas)
-        embed_frames = script.embed_frames if "rnet" in checkpoint else None
-        with torch.inference_mode():
-            costs = [step_costs(episode, sprl, judge, settings, embed_frames) for episode in tqdm(episodes, "costs")]
+        embed_frames, first = None if observe else judges.script.embed_frames, first_cost(*settings)
+        costs = []
+        for number, episode in enumerate(tqdm(episodes, "costs")):
+            episode.number = number
+            with torch.inference_mode():
+                found = step_costs(episode, sprl, judge, settings, embed_frames)
+            costs.append(possible_costs(episode, found, first))
         if length:
             parts = [part for pair in zip(episodes, costs) for part in cut(*pair, length)]
-            if len(parts) < 4:
-                fail(f"--episodes {args.episodes} gave {len(parts)} trajectories of {length} steps, accepted: more")
-            episodes, costs = zip(*parts)
-        costs = np.array([steps.mean() for steps in costs])
+            episodes, costs = [episode for episode, _ in parts], [found for _, found in parts]
+        every, able = len(costs), [i for i, found in enumerate(costs) if not np.isnan(found).all()]
+        if len(able) < 4:
+            fail(f"--episodes {args.episodes} gave {len(able)} trajectories with a cost to tell, accepted: more")
+        episodes, costs = [episodes[i] for i in able], np.array([np.nanmean(costs[i]) for i in able])
         title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
         title += f"{len(episodes)} {f'trajectories of {length} steps' if length else 'episodes'}, "
+        title += f"of {every}, " if len(able) < every else ""
         title += "of which each quarter shows an even spread."
         title += "" if length else " Green: the goal."
         write_costs(episodes, costs, table)
-        draw(episodes, costs, title, judge_name, first_cost(*settings), picture)
+        draw(episodes, costs, title, judge_name, first, picture)
     print(summary(*list(zip(*played))[1:], args.seed))
     print(f"k-SP cost per step by {judge_name}: {costs.mean():.3f}")
     for name, quarter in zip(("lowest", "highest"), quarters(costs)):

@@ -64,7 +64,17 @@ def test_cut_by_hand():
     assert first.places == [0, 1, 2, 3] and second.places == [3, 4, 5, 6] and first.env == second.env == 3
     assert first.rewards == [0, 0, 1] and second.rewards == [0, 0, 2] and second.background.ravel().tolist() == [3] * 3
     assert early.tolist() == [0, 0.1, 0.2] and late.tolist() == [0.3, 0.4, 0.5]
+    assert (first.start, second.start) == (0, 3)
     assert not list(trajectories.cut(episode, np.zeros(7), 8))
+
+
+def test_steps_that_cannot_cost_do_not_count():
+    """Of k = 2 and N = 1 the first step that can cost is the third of a segment; a reward begins another."""
+    episode = Episode(0, None, rewards=[0, 0, 0, 0, 1, 0, 0, 0])
+    first = trajectories.first_cost(2, 1, 1, 90.0)
+    found = trajectories.possible_costs(episode, np.array([0, 0, 1, 0, 0, 0, 0, 1.0]), first)
+    assert first == 3 and np.isnan(found).tolist() == [True, True, False, False, True, True, True, False]
+    assert np.nanmean(found) == pytest.approx(2 / 3)  # and not 2 / 8
 
 
 # COST ################################################################################################################
@@ -264,8 +274,9 @@ def test_bad_files_end_in_one_line(script, capsys, tmp_path, monkeypatch):
     content["rnet"].popitem()
     torch.save(content, path)
     assert "does not fit today's" in refused(checkpoint=path, out=str(tmp_path / "unmade"))
-    monkeypatch.setattr(trajectories, "VIEWS", {"Elsewhere": None})
-    assert "plays GridWorlds, accepted: Elsewhere" in refused(checkpoint=path, out=str(tmp_path / "unmade"))
+    monkeypatch.setattr(trajectories, "VIEWS", {"Elsewhere": (None, None, None, "Nowhere")})
+    message = "plays MiniGrid-FourRooms-7x7-v0, accepted: agents of Nowhere"
+    assert message in refused(checkpoint=path, out=str(tmp_path / "unmade"))
     assert not (tmp_path / "unmade").exists()
 
 
@@ -298,7 +309,20 @@ def test_montezuma_is_cut_into_pieces(tmp_path, capsys):
     assert (
         tmp_path / "out" / "trajectories.png"
     ).stat().st_size > 20_000 and "lowest quarter" in capsys.readouterr().out
-    path = checkpoint_of(atari, tmp_path / "plain.pt", "ppo_sprl_atari.py", with_rnet=False, **settings)
-    with pytest.raises(SystemExit) as stop:
-        trajectories.main(Args(path, episodes=4, out=str(tmp_path / "out")))
-    assert stop.value.code == 2 and "has no RNet to tell the cost" in capsys.readouterr().err
+    assert {(row["episode"], row["start"]) for row in rows} == {
+        (str(i), start) for i in range(4) for start in ("0", "60")
+    }
+    plain = checkpoint_of(atari, tmp_path / "plain.pt", "ppo_sprl_atari.py", with_rnet=False, **settings)
+    grid = checkpoint_of(trajectories.load_script(trajectories.SPRL, ""), tmp_path / "grid.pt")
+    for judge, message in (
+        (None, "has no RNet to tell the cost"),
+        (plain, "has no RNet"),
+        (grid, "plays MiniGrid-FourR"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            trajectories.main(Args(plain, episodes=4, out=str(tmp_path / "out"), judge=judge))
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and message in error and "Montezuma's Revenge" in error
+    trajectories.main(Args(plain, episodes=4, out=str(tmp_path / "judged"), judge=path))
+    assert "another checkpoint's RNet" in capsys.readouterr().out
+    assert (tmp_path / "judged" / "trajectories.csv").read_text() == (tmp_path / "out" / "trajectories.csv").read_text()
