@@ -10,7 +10,8 @@
 # --seeds N        seeds 1..N of every run (default: the paper's number for the block)
 # --workers W      runs at a time (default: the number of cores)
 # --steps N        environment steps of every run (default: the block's); BLOCK then is BLOCK-N in all names below
-# --only A,B       only the methods and environments named; an environment's name may be shortened
+# --only A,B       only the methods and environments named, where both are named those methods on those environments;
+#                  an environment's name may be shortened
 # --engine E       of dmlab: deepmind_lab, its stand-in labmaze, or auto, deepmind_lab if it imports (default)
 # --python PATH    the interpreter (default: .venv/bin/python if there is one, else python3)
 # --track          mirror the charts to Weights & Biases
@@ -33,10 +34,10 @@ names=() blocks=() labels=() envs=() sizes=() commands=()
 declare -A claims=() # what the paper says of a block's figure
 runs() { # seeds steps label environment[:condition] script [flags]: one run per seed
   local seed label=$3 env=${4/:/-} size=${steps:-$2} block=$name
-  [[ $block == dmlab ]] && block+=-$engine
+  [[ $block == dmlab* ]] && block+=-$engine
   block+=${steps:+-$steps} # other steps are another schedule: not to be resumed from, nor shown beside the block's own
   claims[$block]=$claim
-  for seed in $(seq 1 "${seeds:-$1}"); do # the block is in the name, for blocks share methods but not their steps
+  for seed in $(seq 1 "${seeds:-$1}"); do # the block is in the name: the same method may differ from block to block
     names+=("${block}__${env}__${label}__s$seed") blocks+=("$block") labels+=("$label") envs+=("$env") sizes+=("$size")
     commands+=("$5 --env-id ${4%:*} --seed $seed --total-timesteps $size ${*:6} --run-name ${names[-1]}")
     [[ -n $track ]] && commands[-1]+=" --track --wandb-project-name sprl-$block" # a panel must not mix blocks
@@ -45,6 +46,10 @@ runs() { # seeds steps label environment[:condition] script [flags]: one run per
 four_rooms=MiniGrid-FourRooms-7x7-v0
 grids=(MiniGrid-{FourRooms,KeyDoors}-{7x7,11x11}-v0)
 grid_steps() { case $1 in *11x11*) echo 2000000 ;; *Key*) echo 1000000 ;; *) echo 500000 ;; esac; }
+# measured best on MiniGrid; the paper has 0.002 and 0.01, and N = 60 (README)
+grid_sprl='--cost-scale 0.01 --learning-rate 0.003 --ent-coef 0.01 --negative-bias 20 --positive-bias 5'
+grid_window='--k 2 --tolerance 1 --num-tolerance-samples 20'
+memory='--memory-size 200 --memory-percentile 90 --positive-bias 5' # ECO's everywhere
 figure_3='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
 block:minigrid() {
   local env n flags='--learning-rate 0.003 --ent-coef 0.01'
@@ -52,23 +57,24 @@ block:minigrid() {
   for env in "${grids[@]}"; do
     n=$(grid_steps "$env")
     runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 "$flags"
-    # measured best; the paper has 0.002 for SPRL, learning rate 0.01 and N = 60, for ECO 0.001 and for ICM 0.1
-    runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.02 "$flags" --k 2 --tolerance 1 \
-      --num-tolerance-samples 20 --negative-bias 20
-    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.3 "$flags" --k 3
+    runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py "$grid_sprl $grid_window"
+    # measured best; the paper has 0.001 for ECO and 0.1 for ICM
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.3 "$flags" --bonus-bias 0.5 --k 3 --negative-bias 20 "$memory"
     runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.001 "$flags" --forward-loss-weight 0.8 --icm-loss-scale 0.3
     runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 "$flags"
   done
 }
 block:minigrid-paper() { # the same with the paper's own settings, which learn little here (README)
-  local env n flags='--ent-coef 0.01 --encoding raw' rnet='--rnet-triplets 15000 --rnet-learning-rate 0.0003'
+  local env n flags='--ent-coef 0.01 --encoding raw'
+  local rnet='--negative-bias 20 --rnet-triplets 15000 --rnet-learning-rate 0.0003'
   local claim=$figure_3
   for env in "${grids[@]}"; do
     n=$(grid_steps "$env")
     runs 6 "$n" ppo "$env" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003 "$flags"
     runs 6 "$n" sprl "$env" ppo_sprl_minigrid.py --cost-scale 0.002 --learning-rate 0.01 "$flags" --k 2 --tolerance 1 \
-      --num-tolerance-samples 60 --negative-bias 20 "$rnet"
-    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 "$flags" --k 3 "$rnet"
+      --num-tolerance-samples 60 --positive-bias 5 "$rnet"
+    runs 6 "$n" eco "$env" ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 "$flags" --bonus-bias 0.5 --k 3 \
+      "$memory $rnet"
     runs 6 "$n" icm "$env" ppo_icm.py --bonus-scale 0.1 --learning-rate 0.003 "$flags" --forward-loss-weight 0.8 \
       --icm-loss-scale 0.3
     runs 6 "$n" gt-grid "$env" ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003 "$flags"
@@ -80,38 +86,62 @@ block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embeddin
   for env in MontezumaRevenge-v5 Freeway-v5 MsPacman-v5 Gravitar-v5 Seaquest-v5 Hero-v5; do
     runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0 "$flags"
     runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 "$flags" --k 12 --tolerance 1 \
-      --num-tolerance-samples 200 --negative-bias 80
-    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 "$flags" --k 12 --negative-bias 80
+      --num-tolerance-samples 200 --negative-bias 80 --positive-bias 5
+    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 "$flags" --k 12 --negative-bias 80 "$memory"
     runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 "$flags" --forward-loss-weight 1 --icm-loss-scale 1
   done
   runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 "$flags" --cell-size 16 # not in the paper
 }
+mazes=(explore_{goal_locations_{small,large},object_rewards_many})
+find_engine() {
+  [[ $engine == auto ]] && engine=labmaze && "$python" -c 'import deepmind_lab' > /dev/null 2>&1 && engine=deepmind_lab
+}
+dmlab_sprl() { # label environment k tolerance stack
+  runs 4 20000000 "$1" "$2" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0.06 --cost-bias 0.5 --k "$3" \
+    --tolerance "$4" --num-tolerance-samples 200 --negative-bias 20 --positive-bias 5 --stack-observations "$5" \
+    --learning-rate 0.0003 --ent-coef 0.004 --max-grad-norm 10
+}
 block:dmlab() { # a GPU each; on a CPU add --rnet-width 16
   local env flags='--learning-rate 0.00025'
   local claim='SPRL is best on all three tasks, most so in goal locations large, and even above GT-Grid (figure 4).'
-  [[ $engine == auto ]] && engine=labmaze && "$python" -c 'import deepmind_lab' > /dev/null 2>&1 && engine=deepmind_lab
-  for env in explore_{goal_locations_{small,large},object_rewards_many}; do
+  find_engine
+  for env in "${mazes[@]}"; do
     runs 4 20000000 ppo "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0 --learning-rate 0.00019 \
       --ent-coef 0.0011 --max-grad-norm 0.5
-    runs 4 20000000 sprl "$env" ppo_sprl_dmlab.py --engine "$engine" --cost-scale 0.06 --cost-bias 0.5 --k 10 \
-      --tolerance 1 --num-tolerance-samples 200 --negative-bias 20 --learning-rate 0.0003 --ent-coef 0.004 \
-      --max-grad-norm 10
-    runs 4 20000000 eco "$env" ppo_eco.py --engine "$engine" --bonus-scale 0.03 --bonus-bias 0.5 --k 5 "$flags" \
-      --ent-coef 0.0021
+    dmlab_sprl sprl "$env" 10 1 0
+    runs 4 20000000 eco "$env" ppo_eco.py --engine "$engine" --bonus-scale 0.03 --bonus-bias 0.5 --k 5 --negative-bias 20 \
+      "$memory $flags" --ent-coef 0.0021
     runs 4 20000000 icm "$env" ppo_icm.py --engine "$engine" --bonus-scale 0.55 --bonus-clip 1 \
       --forward-loss-weight 0.96 --icm-loss-scale 64 "$flags" --ent-coef 0.0042
     runs 4 20000000 gt-grid "$env" ppo_gtgrid.py --engine "$engine" --bonus-scale 0.0525 --cell-size 30 "$flags" \
       --ent-coef 0.0066
   done
 }
+block:dmlab-k() {
+  local env k claim='k = 10 is best of 1, 3, 10 and 30 (figure 9).'
+  find_engine
+  for env in "${mazes[@]}"; do for k in 1 3 10 30; do dmlab_sprl "k$k" "$env" "$k" 1 0; done; done
+}
+block:dmlab-tolerance() {
+  local env t claim='A tolerance of 1 is best of 1, 2, 3 and 5 (figure 11).'
+  find_engine
+  for env in "${mazes[@]}"; do for t in 1 2 3 5; do dmlab_sprl "tolerance$t" "$env" 10 "$t" 0; done; done
+}
+block:dmlab-stack() {
+  local env m claim='No stacking is best; the policy sees 0, 1, 5 or 10 observations before the current one (figure 13).'
+  find_engine
+  for env in "${mazes[@]}"; do for m in 0 1 5 10; do dmlab_sprl "stack$m" "$env" 10 1 "$m"; done; done
+}
 fetch_runs() { # environment[:condition] steps [flags]: all methods on one task
-  local flags="--learning-rate 0.0005 --ent-coef 0.001 ${*:3}"
-  runs 4 "$2" ppo "$1" ppo_sprl_fetch.py --cost-scale 0 "${flags/0.001/0.01}"
+  local rate='--learning-rate 0.0005' # the paper's table names the noise for all but SPRL, whose task is the same one
+  runs 4 "$2" ppo "$1" ppo_sprl_fetch.py --cost-scale 0 "$rate" --ent-coef 0.01 "${@:3}"
   # measured: with the paper's weight, 0.05, SPRL does not learn (README)
   runs 4 "$2" sprl "$1" ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --k 10 --tolerance 1 \
-    --num-tolerance-samples 20 --negative-bias 12 "$flags"
-  runs 4 "$2" eco "$1" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 "$flags"
-  runs 4 "$2" icm "$1" ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 1 --icm-loss-scale 1 "$flags"
+    --num-tolerance-samples 20 --negative-bias 12 --positive-bias 5 "$rate" --ent-coef 0.001 "${@:3}"
+  runs 4 "$2" eco "$1" ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 "$memory $rate" \
+    --ent-coef 0.001 "${@:3}"
+  runs 4 "$2" icm "$1" ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 1 --icm-loss-scale 1 "$rate" \
+    --ent-coef 0.001 "${@:3}"
 }
 block:fetch() {
   local env claim='SPRL beats PPO, ECO and ICM on Push, Slide and PickAndPlace; on Reach all are alike (figure 6).'
@@ -129,14 +159,13 @@ block:fetch-noise() {
     done
   done
 }
-# The ablations' MiniGrid figures; they use one tolerance sample, k = 5 and a tolerance of 25, unlike the paper's table.
-ablation='--cost-scale 0.02 --learning-rate 0.003 --ent-coef 0.01 --negative-bias 20'
+# The ablations' MiniGrid figures use one tolerance sample, k = 5 and a tolerance of 25, unlike the paper's table.
 block:ablation-k() {
   local env k claim='k = 5 is best of 3, 5 and 7 (figure 10).'
   for env in "${grids[@]}"; do
     for k in 3 5 7; do
-      runs 6 "$(grid_steps "$env")" "k$k" "$env" ppo_sprl_minigrid.py --k "$k" --tolerance 25 --num-tolerance-samples 1 \
-        "$ablation"
+      runs 6 "$(grid_steps "$env")" "k$k" "$env" ppo_sprl_minigrid.py "$grid_sprl" --k "$k" --tolerance 25 \
+        --num-tolerance-samples 1
     done
   done
 }
@@ -144,8 +173,8 @@ block:ablation-tolerance() {
   local env t claim='A tolerance of 25 is best of 10, 15, 25 and 50 (figure 12).'
   for env in "${grids[@]}"; do
     for t in 10 15 25 50; do
-      runs 6 "$(grid_steps "$env")" "tolerance$t" "$env" ppo_sprl_minigrid.py --k 5 --tolerance "$t" \
-        --num-tolerance-samples 1 "$ablation"
+      runs 6 "$(grid_steps "$env")" "tolerance$t" "$env" ppo_sprl_minigrid.py "$grid_sprl" --k 5 --tolerance "$t" \
+        --num-tolerance-samples 1
     done
   done
 }
@@ -153,26 +182,22 @@ block:ablation-stack() {
   local env m claim='No stacking is best; the policy sees 0, 1 or 5 observations before the current one (figure 14).'
   for env in "${grids[@]}"; do
     for m in 0 1 5; do
-      runs 6 "$(grid_steps "$env")" "stack$m" "$env" ppo_sprl_minigrid.py --stack-observations "$m" --k 2 --tolerance 1 \
-        --num-tolerance-samples 20 "$ablation"
+      runs 6 "$(grid_steps "$env")" "stack$m" "$env" ppo_sprl_minigrid.py "$grid_sprl $grid_window" \
+        --stack-observations "$m"
     done
   done
 }
 block:gt-rnet() { # Appendix B: the learned network against the true reachability
-  local env rnet flags='--k 2 --tolerance 1 --num-tolerance-samples 20'
-  local claim='SPRL and GT-SPRL are alike, with the learned RNet even better on both tasks (figure 21).'
+  local env claim='SPRL and GT-SPRL are alike, with the learned RNet even better on both tasks (figure 21).'
   for env in MiniGrid-{FourRooms,KeyDoors}-7x7-v0; do
-    for rnet in learned oracle; do
-      runs 6 "$(grid_steps "$env")" "$([[ $rnet == oracle ]] && echo gt-)sprl" "$env" ppo_sprl_minigrid.py --rnet "$rnet" \
-        "$flags" "$ablation"
-    done
+    runs 6 "$(grid_steps "$env")" sprl "$env" ppo_sprl_minigrid.py "$grid_sprl $grid_window" --rnet learned
+    runs 6 "$(grid_steps "$env")" gt-sprl "$env" ppo_sprl_minigrid.py "$grid_sprl $grid_window" --rnet oracle
   done
 }
 block:quick() {
-  local claim='SPRL learns faster than PPO.' flags='--learning-rate 0.003 --ent-coef 0.01'
-  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0 "$flags"
-  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0.02 "$flags" --k 2 --tolerance 1 \
-    --num-tolerance-samples 20 --negative-bias 20
+  local claim='SPRL learns faster than PPO.'
+  runs 2 250000 ppo "$four_rooms" ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003 --ent-coef 0.01
+  runs 2 250000 sprl "$four_rooms" ppo_sprl_minigrid.py "$grid_sprl $grid_window"
 }
 accepted=$(declare -F | sed -n 's/^declare -f block://p' | tr '\n' ' ')all
 

@@ -120,7 +120,7 @@ class Args:
     """m: the policy sees the last m observations besides the current one (paper: 0 is best; Atari 3)"""
 
     # SPRL
-    cost_scale: float = 0.02
+    cost_scale: float = 0.01
     """lambda, the weight of the k-SP cost; 0 is plain PPO (paper: MiniGrid 0.002, DMLab 0.06, Atari and Fetch 0.05)"""
     cost_bias: float = 0.0
     """the reward becomes r + lambda * (bias - cost) (paper: 0, Fetch 1; authors' DMLab code: 0.5)"""

@@ -9,7 +9,7 @@ Plays episodes on fresh layouts and asks for the k-SP cost of every step: of the
 with the lowest mean cost per step and of the quarter with the highest, spread evenly over each quarter and not chosen.
 The first steps of an episode have nothing to be compared with: the mean is over the others, or short episodes would
 cost little merely for being short, and a trajectory without others is left out. A path goes from purple to yellow as
-time passes; it is shaken a little, so that what lies on one another can be seen and turning in place becomes a scribble.
+time passes; it is shaken a little, so that what overlaps is seen and turning in place becomes a scribble.
 
 On MiniGrid a trajectory is an episode, on its own map, for every episode has another layout. On Montezuma's Revenge it
 is 60 steps, as in the paper, over the picture they begin with. Another domain adds a line to VIEWS: where its agents
