@@ -1,6 +1,6 @@
 """Counts exactly how many action sequences satisfy the k-SP constraint on a tabular four-rooms (SPRL, section 6.5).
 
-    python analysis/trajectory_space.py                                        # results/trajectory_space, seconds
+    python analysis/trajectory_space.py                                        # runs/results/trajectory_space, seconds
     python analysis/trajectory_space.py --layout open --out runs/open_rooms    # rooms of 3x3 squares and not of 2x2
 
 A state is a square (x, y); up, down, left and right move to the next square, a move into a wall stays in place. The
@@ -46,7 +46,7 @@ class Args:
     """count for k = 1..max_k, 1 to 16"""
     max_tolerance: int = 5
     """count for tolerances Dt = 0..max_tolerance, 0 to 16"""
-    out: str = "results/trajectory_space"
+    out: str = "runs/results/trajectory_space"
     """folder of trajectory_space.csv and trajectory_space.png, made if missing"""
 
 

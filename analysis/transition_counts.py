@@ -1,6 +1,6 @@
 """Where four agents go on NineRooms: counts of their state transitions, as maps (SPRL, section 6.6).
 
-    python analysis/transition_counts.py                                       # results/transition_counts, a minute
+    python analysis/transition_counts.py                                       # runs/results/transition_counts, a minute
     python analysis/transition_counts.py --k 5 --layout 77 --out runs/counts   # another k and another set of doors
 
 (a) Random: uniform over the seven actions, four of which do nothing here. (b) GT-UCB: plans with the true dynamics for
@@ -45,7 +45,7 @@ class Args:
     """k of the k-SP constraint, 1 to 20 (paper: 15)"""
     layout: int = 240
     """seed of NineRooms, 0 to 1000000: its doors, start and goal"""
-    out: str = "results/transition_counts"
+    out: str = "runs/results/transition_counts"
     """folder of transition_counts.csv, table.csv and transition_counts.png, made if missing"""
 
 
