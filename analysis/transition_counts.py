@@ -1,7 +1,7 @@
 """Where four agents go on NineRooms: counts of their state transitions, as maps (SPRL, section 6.6).
 
-    python analysis/transition_counts.py                                       # runs/results/transition_counts, a minute
-    python analysis/transition_counts.py --k 5 --layout 77 --out runs/counts   # another k and another set of doors
+    python analysis/transition_counts.py                                      # runs/results/transition_counts, a minute
+    python analysis/transition_counts.py --k 5 --layout 77 --out runs/counts  # another k and another set of doors
 
 (a) Random: uniform over the seven actions, four of which do nothing here. (b) GT-UCB: plans with the true dynamics for
 the bonus 1/sqrt(n), n the visits of the true state (x, y, direction) in all episodes so far, one sweep of value
