@@ -6,8 +6,9 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
     python ppo_sprl_minigrid.py --env-id MiniGrid-KeyDoors-7x7-v0 --cost-scale 0    # the same code as plain PPO
 
 Differences from the paper. Cells are fed as one-hot codes (`--encoding raw` for the plain numbers); the defaults of the
-learning rate, of lambda and of N are what we measured to work best (README; the docstrings name the paper's values); a
-time limit bootstraps; the RNet's MiniGrid architecture is not in the paper: its branch is the policy's convolutions.
+learning rate, of lambda and of the percentile are what we measured to work best (README; the docstrings name the
+paper's values); a time limit bootstraps; the RNet's MiniGrid architecture is not in the paper: its branch is the
+policy's convolutions.
 """
 
 import contextlib
@@ -128,9 +129,9 @@ class Args:
     """k of the k-SP constraint; RNet positives lie within k steps (paper: MiniGrid 2, DMLab and Fetch 10, Atari 12)"""
     tolerance: int = 1
     """Delta t: how far apart the compared older states lie, >= 0 (paper: 1)"""
-    num_tolerance_samples: int = 20
+    num_tolerance_samples: int = 60
     """N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N (paper: MiniGrid 60, DMLab and Atari 200, Fetch 20)"""
-    cost_percentile: float = 90.0
+    cost_percentile: float = 97.0
     """the cost is 1 where this percentile of the N outputs exceeds 0.5 (paper: 90)"""
     rnet: Literal["learned", "oracle"] = "learned"
     """judge reachability by the learned network, or by the grid's own dynamics (GT-SPRL, Appendix B)"""

@@ -219,8 +219,8 @@ def test_files(script, tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("ppo_gtgrid.py", "true reachability (the checkpoint has no RNet), k = 2, Dt = 1, N = 20"),
-        ("ppo_eco.py", "the checkpoint's RNet, k = 3, Dt = 1, N = 20"),
+        ("ppo_gtgrid.py", "true reachability (the checkpoint has no RNet), k = 2, Dt = 1, N = 60"),
+        ("ppo_eco.py", "the checkpoint's RNet, k = 3, Dt = 1, N = 60"),
     ],
 )
 def test_baselines(name, said, tmp_path, capsys, monkeypatch):
