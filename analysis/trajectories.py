@@ -280,7 +280,7 @@ def main(args):
     else:
         judge = sprl.Oracle(envs.worlds, settings[0] - 1)
         observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
-    judge_name += f", k = {settings[0]}, Dt = {settings[1]}, N = {settings[2]}"
+    judge_name += f", k = {settings[0]}, Dt = {settings[1]}, N = {settings[2]}, percentile {settings[3]:g}"
     out = args.out or os.path.dirname(args.checkpoint) or "."
     with written_whole(out, "trajectories.csv", "trajectories.png") as (table, picture):
         recorder = Recorder(envs, *view, observe)
