@@ -267,8 +267,8 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   (($? == 75)) && return 75
   finished "$1" && return 0
   line=$(line_of "$1")
-  [[ -t 1 ]] && printf '\r\e[K' # over the progress
-  echo "$line"
+  local over=''; [[ -t 1 ]] && over=$'\r\e[K' # the progress; with the line in one write, or progress gets between
+  printf '%s\n' "$over$line"
   printf '\n$ %s\n' "$line" >> "$log" || return 1
   eval "exec $line" >> "$log" 2>&1 &
   child=$!
