@@ -10,14 +10,15 @@ other. (d) SPRL+Reward: the same, told only that arriving at the goal is a rewar
 size is never used. As in MiniGrid the goal ends the episode.
 
 What the paper leaves open. It shows the "converged behavior" of a trained policy and names no setting but k = 15. We do
-not train: we compute exactly what there is to converge to. A walk is cut into segments in which every sub-path of up to
-k steps is a shortest path (the constraint, Eq. 8, without tolerance). A step that breaks this begins the next segment
-and costs 1; the agent minimises the discounted number of breaks, by value iteration over all windows of up to k states
-that it can meet, and draws evenly among equally good moves. Counting breaks stands for the paper's per-step cost,
-Eq. 13, which a break makes 1 for about k steps and whose exact minimum would need all 3^k histories; the table gives
-it as measured on the walks. (Standing still for the step that breaks delays the next break by one: it does so.) One
-layout serves all seeds, so that their counts can be averaged; the paper does not give its layout, nor how many squares
-are rewarding, nor how many episodes it counts. Ours has one goal, in the room opposite the start.
+not train: we compute what there is to converge to, the walk of the least discounted k-SP cost (Eq. 13 without
+tolerance), by value iteration over all histories that matter, and draw evenly among equally good moves. What matters is
+the longest shortest path that ends here, of at most k states: once s_t can be reached from s_j in fewer than t - j
+steps, so can every state up to s_{j+k}, and the cost that is due at j + k is certain. It is charged, discounted, at
+once, and s_j is forgotten. (With the default layout the best walk is a lap of 36 states that comes by none of them twice,
+so a policy that sees s_t alone can walk it too.) An episode's last k states are charged as well, though their cost would
+be due after its end. One layout serves all seeds, so that their counts can be averaged; the paper does not give its
+layout, nor how many squares are rewarding, nor how many episodes it counts. Ours has one goal, in the room opposite the
+start.
 """
 
 import csv
@@ -101,16 +102,6 @@ def ksp_cost(distances, states, k):
     return cost
 
 
-def count_breaks(distances, states, k):
-    """How many segments begin in a walk after its first: the cost that SPRL minimises here."""
-    breaks = first = 0
-    for t in range(1, len(states)):
-        old = max(first, t - k)
-        if distances[states[old], states[t]] < t - old:
-            breaks, first = breaks + 1, t - 1 if states[t] != states[t - 1] else t
-    return breaks
-
-
 # AGENTS ##############################################################################################################
 class Random:
     def __init__(self, graph, args):
@@ -151,13 +142,13 @@ class CountBonus(Random):
 
 
 class ShortestPaths(Random):
-    """SPRL: as few breaks of the k-SP constraint as can be, as late as can be."""
+    """SPRL: the least k-SP cost, as late as can be."""
 
     def __init__(self, graph, args):
         tables = np.concatenate([graph.nexts, graph.ends])
         self.actions = np.sort(np.unique(tables, axis=1, return_index=True)[1])  # four of the seven stand still
-        self.windows, breaks = enumerate_windows(graph, self.actions, args.k)
-        self.q = least_breaks(self.windows, breaks)
+        self.windows, costs = enumerate_windows(graph, self.actions, args.k)
+        self.q = least_cost(self.windows, costs)
 
     def begin(self):
         self.window = 0
@@ -171,40 +162,43 @@ class ShortestPaths(Random):
 
 
 def enumerate_windows(graph, actions, k):
-    """All windows that a walk from the start can have: the last states, up to k of them, of its segment. Returns the
-    window (W, A) that an action leads to, W itself where the episode ends, and whether it breaks the constraint."""
+    """All windows that a walk from the start can have: its last states, up to k of them, as far as they are a shortest
+    path. Returns the window (W, A) that an action leads to, W itself where the episode ends, and the cost (W, A) that
+    it makes certain, discounted to the step of the action."""
     nexts, ends = graph.nexts[:, actions].tolist(), graph.ends[:, actions].tolist()
     distances = graph.distances.tolist()
     queue = [(graph.first,)]
-    number, windows, breaks = {queue[0]: 0}, [], []
+    number, windows, costs = {queue[0]: 0}, [], []
     for window in queue:  # grows while we walk along it
-        row, broken = [], []
+        row, charged = [], []
         for to, end in zip(nexts[window[-1]], ends[window[-1]]):
-            broken.append(distances[window[0]][to] < len(window))
-            kept = window if not broken[-1] else window[-1:] if to != window[-1] else ()
-            window_next = (kept + (to,))[-k:]
+            lost = 0  # states that `to` is nearer to than the steps since; all before such a state are such, too
+            while lost < len(window) and distances[window[lost]][to] < len(window) - lost:
+                lost += 1
+            charged.append(sum(GAMMA ** (k - len(window) + i) for i in range(lost)))  # state i's cost is due then
+            window_next = (window[lost:] + (to,))[-k:]
             if not end and window_next not in number:
                 number[window_next] = len(queue)
                 queue.append(window_next)
             row.append(-1 if end else number[window_next])
         windows.append(row)
-        breaks.append(broken)
+        costs.append(charged)
     windows = np.array(windows)
-    return np.where(windows < 0, len(windows), windows), np.array(breaks)
+    return np.where(windows < 0, len(windows), windows), np.array(costs)
 
 
-def least_breaks(windows, breaks, block=4096):
-    """The least discounted number of breaks to come (W, A), by value iteration. Longer windows were found later and
-    are updated first, so that one sweep carries a break back along its whole segment."""
+def least_cost(windows, costs, block=4096):
+    """The least discounted cost to come (W, A), by value iteration. Longer windows were found later and are updated
+    first, so that one sweep carries a cost back along its whole path."""
     values = np.zeros(len(windows) + 1)  # the last one: the episode is over
     blocks = [slice(start, start + block) for start in range(0, len(windows), block)][::-1]
     change = 1.0
     while change > 1e-9:
         before = values.copy()
         for part in blocks:
-            values[:-1][part] = (breaks[part] + GAMMA * values[windows[part]]).min(1)
+            values[:-1][part] = (costs[part] + GAMMA * values[windows[part]]).min(1)
         change = np.abs(values - before).max()
-    return breaks + GAMMA * values[windows]
+    return costs + GAMMA * values[windows]
 
 
 def walk(agent, graph, episodes, steps, rng, bar=None):
@@ -249,7 +243,6 @@ def distinct_transitions(walks):
 def measure(walks, graph, k):
     """One agent's and one seed's column of the table."""
     visits = np.bincount(np.concatenate(walks), minlength=len(graph.states))
-    breaks = sum(count_breaks(graph.distances, states, k) for states in walks)
     at_goal = np.array([state[:2] == graph.goal for state in graph.states])
     return {
         "steps per episode": np.mean([len(states) - 1 for states in walks]),
@@ -258,7 +251,6 @@ def measure(walks, graph, k):
         "share of states visited": np.count_nonzero(visits) / len(visits),
         "evenness of the visits": evenness(visits),
         "k-SP cost per step": np.concatenate([ksp_cost(graph.distances, states, k) for states in walks]).mean(),
-        "breaks per 100 steps": 100 * breaks / sum(len(states) - 1 for states in walks),
         "episodes at the goal": np.mean([at_goal[states].any() for states in walks]),
     }
 

@@ -19,13 +19,12 @@ from transition_counts import (  # noqa: E402
     Random,
     ShortestPaths,
     StateGraph,
-    count_breaks,
     count_transitions,
     distinct_transitions,
     enumerate_windows,
     evenness,
     ksp_cost,
-    least_breaks,
+    least_cost,
     measure,
     shortest_distances,
     walk,
@@ -97,19 +96,6 @@ def test_cost_equals_a_double_loop(graphs):
         assert ksp_cost(graph.distances, states, k).tolist() == slow
 
 
-def test_breaks_by_hand():
-    """On a corridor: 0 1 2 3 is one segment; turning round at 3 begins the next, standing still another."""
-    distances = chain(6).distances
-    assert count_breaks(distances, np.array([0, 1, 2, 3]), 2) == 0
-    assert count_breaks(distances, np.array([0, 1, 2, 3, 2, 1, 0]), 2) == 1
-    assert count_breaks(distances, np.array([0, 1, 0, 1]), 2) == 2
-    assert count_breaks(distances, np.array([0, 0, 1, 1, 2]), 2) == 2
-    assert count_breaks(distances, np.array([0, 1, 0, 1]), 1) == 0  # k = 1 forbids only standing still
-    around = np.arange(9) % 6  # on a ring of 6, 4 steps onward are 2 steps back: 3-SP, but not 4-SP
-    assert count_breaks(chain(6, ring=True).distances, around, 3) == 0
-    assert count_breaks(chain(6, ring=True).distances, around, 4) == 2
-
-
 # AGENTS ##############################################################################################################
 def test_count_bonus_goes_to_the_least_visited_end():
     graph = chain(5)
@@ -140,39 +126,58 @@ def test_count_bonus_visits_a_ring_evenly():
 
 
 def cheapest(graph, k, length, gamma):
-    """The least discounted number of breaks among all action sequences of this length, each played out on its own."""
+    """The least discounted k-SP cost (Eq. 13) among all action sequences of this length, each played out on its own."""
     best = np.inf
     for actions in itertools.product(range(3), repeat=length):
-        states, total, ended = [graph.first], 0.0, False
-        for t, action in enumerate(actions):
-            ended, to = graph.ends[states[-1], action], graph.nexts[states[-1], action]
-            states.append(int(to))
-            before, after = (count_breaks(graph.distances, np.array(part), k) for part in (states[:-1], states))
-            total += gamma**t * (after - before)
+        states = [graph.first]
+        for action in actions:
+            ended = graph.ends[states[-1], action]
+            states.append(int(graph.nexts[states[-1], action]))
             if ended:
                 break
-        best = min(best, total)
+        cost = [t >= k and graph.distances[states[t - k], states[t]] < k for t in range(1, len(states))]
+        best = min(best, sum(gamma**t * c for t, c in enumerate(cost)))
     return best
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("ring, end", [(False, False), (False, True), (True, False)])
 def test_plan_is_the_best_of_all_sequences(monkeypatch, k, ring, end):
-    """With a discount of 0.2 what comes after 6 steps is worth less than 0.2^6 / 0.8 = 8e-5."""
+    """With a discount of 0.2 what comes after 8 steps is worth less than 0.2^8 / 0.8 = 3.2e-6."""
     monkeypatch.setattr(transition_counts, "GAMMA", 0.2)
     graph = chain(4, ring, end)
-    q = least_breaks(*enumerate_windows(graph, np.arange(3), k), block=3)
-    assert q[0].min() == pytest.approx(cheapest(graph, k, 6, 0.2), abs=1e-4)
+    q = least_cost(*enumerate_windows(graph, np.arange(3), k), block=3)
+    assert q[0].min() == pytest.approx(cheapest(graph, k, 8, 0.2), abs=1e-5)
+
+
+def test_windows_charge_the_cost(graphs, monkeypatch):
+    """On random walks and without a discount, what the windows charge is the cost so far and what has become certain:
+    of the last states those that the walk is nearer to than the steps since."""
+    monkeypatch.setattr(transition_counts, "GAMMA", 1.0)
+    graph, rng, k = graphs[False], np.random.default_rng(0), 6
+    windows, costs = enumerate_windows(graph, np.arange(3), k)  # left, right, forward
+    for _ in range(20):
+        states, window, charged = [graph.first], 0, 0.0
+        for action in rng.choice(3, 100, p=[0.1, 0.1, 0.8]):
+            charged += costs[window, action]
+            window = windows[window, action]
+            states.append(int(graph.nexts[states[-1], action]))
+        certain = sum(graph.distances[states[-1 - i], states[-1]] < i for i in range(1, k))
+        assert charged == ksp_cost(graph.distances, np.array(states), k).sum() + certain > 0
 
 
 def test_plan_by_hand():
-    """A corridor of 4 from its end: three steps, then a break. It is latest if the agent stands still for it, as from
-    there three free steps lead back: a break every four steps. With a goal at the end, or on a ring, there is none."""
+    """A corridor of 4 from its end, k = 2: three steps, then the agent must turn, and 2 3 2 costs 1. To stand still
+    would cost two, 2 3 3 and 3 3 2. So every third step costs, the first of them the fourth. With a goal at the end, or
+    on a ring, nothing does; on a ring of 6 with k = 4 each state is nearer the other way: every step from the fourth."""
     gamma = transition_counts.GAMMA
-    q = least_breaks(*enumerate_windows(chain(4), np.arange(3), 2))
-    assert q[0].min() == pytest.approx(gamma**3 / (1 - gamma**4))
-    assert least_breaks(*enumerate_windows(chain(4, end=True), np.arange(3), 2))[0].min() == 0
-    assert least_breaks(*enumerate_windows(chain(6, ring=True), np.arange(3), 3))[0].min() == 0
+    q = least_cost(*enumerate_windows(chain(4), np.arange(3), 2))
+    assert q[0].min() == pytest.approx(gamma**3 / (1 - gamma**3))
+    assert least_cost(*enumerate_windows(chain(4, end=True), np.arange(3), 2))[0].min() == 0
+    assert least_cost(*enumerate_windows(chain(6, ring=True), np.arange(3), 3))[0].min() == 0
+    assert least_cost(*enumerate_windows(chain(6, ring=True), np.arange(3), 4))[0].min() == pytest.approx(
+        gamma**3 / (1 - gamma)
+    )
 
 
 def test_shortest_paths_on_nine_rooms(graphs):
@@ -199,7 +204,6 @@ def test_counts_and_measures_by_hand():
     assert row["steps per episode"] == 2.5 and row["the same in one episode"] == 2
     assert row["share of states visited"] == 3 / 4 and row["episodes at the goal"] == 1 / 2
     assert row["k-SP cost per step"] == 3 / 5  # 0 1 1, 1 1 2 and 0 1 0 are shorter than 2
-    assert row["breaks per 100 steps"] == 100 * 2 / 5  # standing still, turning round
     visits = np.array([3, 3, 1, 0]) / 7
     assert row["evenness of the visits"] == pytest.approx(-sum(p * np.log(p) for p in visits if p) / np.log(4))
     assert evenness(np.array([5, 5, 5])) == pytest.approx(1) and evenness(np.array([0, 7, 0])) == 0
