@@ -19,7 +19,8 @@
 # --slurm          submit one array job, a task per run; --sbatch "FLAGS" are handed to sbatch
 #
 # The block all is every block but quick and minigrid-paper.
-# Started again, it skips what is finished and resumes what was killed; two at a time do not start a run twice.
+# Started again, it skips what is finished and resumes what was killed, and refuses to go on with a run that was made
+# with other flags; two at a time do not start a run twice.
 # Every line that --dry-run prints can be copied. Runs go to runs/BLOCK__ENV__METHOD__sSEED, their figures and tables to
 # runs/results/BLOCK (results/ is what we measured); there dmlab is called dmlab-ENGINE, for scores of the stand-in are
 # not DeepMind Lab's.
@@ -87,7 +88,7 @@ block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embeddin
     runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0 "$flags"
     runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 "$flags" --k 12 --tolerance 1 \
       --num-tolerance-samples 200 --negative-bias 80 --positive-bias 5
-    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 "$flags" --k 12 --negative-bias 80 "$memory"
+    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --bonus-bias 0.5 "$flags" --k 12 --negative-bias 80 "$memory"
     runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 "$flags" --forward-loss-weight 1 --icm-loss-scale 1
   done
   runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 "$flags" --cell-size 16 # not in the paper
@@ -206,11 +207,13 @@ die() { echo "benchmark.sh: error: $1" >&2; exit 2; }
 block='' seeds='' steps='' only='' track='' dry='' slurm='' sbatch='' task='' python=python3 engine=auto
 workers=$(env -u OMP_NUM_THREADS nproc) # all cores, which nproc would not say with that variable
 [[ -x .venv/bin/python ]] && python=.venv/bin/python
+declare -A most=([--seeds]=1000 [--workers]=1000 [--steps]=2147483647 [--task]=1000000)
 while (($#)); do
   case $1 in
     -h|--help) sed -n '2,/^# shell/p' benchmark.sh | sed '$d; s/^# \{0,1\}//'; echo "Blocks: $accepted"; exit 0 ;;
     --seeds|--workers|--steps|--task)
-      [[ ${2-} =~ ^[1-9][0-9]{0,11}$ ]] || die "$1 '${2-}' is not a whole number of at least 1"
+      [[ ${2-} =~ ^[1-9][0-9]{0,9}$ ]] && (($2 <= ${most[$1]})) ||
+        die "$1 '${2-}', accepted: a whole number from 1 to ${most[$1]}"
       declare "${1#--}=$2"; shift ;;
     --only|--python|--sbatch) [[ -n ${2-} ]] || die "$1 needs a value"
       [[ $1 == --python && $2 == [!/]*/* ]] && set -- "$1" "$here/$2" "${@:3}" # named from where the user is
@@ -248,6 +251,14 @@ done
 ((${#todo[@]})) || die "--only $only leaves no run of $block"
 
 # ONE RUN #############################################################################################################
+same_flags() { # run i was made, as far as its log tells, with the flags that it has now; more steps are no other run
+  local was log=runs/${names[$1]}/log.txt
+  [[ -e $log ]] || return 0
+  was=$(sed -nE 's/^\$ .* (ppo_[a-z_]+\.py )/\1/p' "$log" | tail -n 1)
+  [[ -z $was || $(settings "$was") == $(settings "${commands[$1]}") ]]
+}
+settings() { sed -E 's/ --(resume|total-timesteps|wandb-project-name) [^ ]*//g; s/ --track//' <<< "$1"; }
+refuse() { echo "runs/${names[$1]} was made with other flags, move it away to run it anew" >&2; }
 finished() { # run i has ended well, with at least the steps that are asked for now
   local reached; reached=$(cat "runs/${names[$1]}/finished" 2> /dev/null)
   [[ $reached =~ ^[0-9]+$ && -e runs/${names[$1]}/agent.pt ]] && ((reached >= sizes[$1]))
@@ -266,6 +277,7 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   flock --nonblock --conflict-exit-code 75 9 # python inherits the lock, it holds even if this shell is killed
   (($? == 75)) && return 75
   finished "$1" && return 0
+  same_flags "$1" || { refuse "$1"; return 1; }
   line=$(line_of "$1")
   local over=''; [[ -t 1 ]] && over=$'\r\e[K' # the progress; with the line in one write, or progress gets between
   printf '%s\n' "$over$line"
@@ -282,17 +294,24 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   return $code
 }
 
-declare -A state=() # of every run: left, running, finished, failed or elsewhere
-for i in "${todo[@]}"; do finished "$i" && state[$i]=finished || state[$i]=left; done
-if [[ -n $dry ]]; then
-  for i in "${todo[@]}"; do if finished "$i"; then echo "# finished: ${names[i]}"; else line_of "$i"; fi; done
-  exit 0
-fi
 if [[ -n $task ]]; then # one task of the array
   ((task <= ${#names[@]})) || die "--task $task, accepted: 1 to ${#names[@]}"
   export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
   train $((task - 1)); code=$?
   ((code == 75)) && echo "another benchmark.sh is at ${names[task - 1]}" >&2
+  exit $code
+fi
+code=0
+declare -A state=() # of every run: left, running, finished, failed, elsewhere, or other, made with other flags
+for i in "${todo[@]}"; do
+  if ! same_flags "$i"; then state[$i]=other code=1; refuse "$i"
+  elif finished "$i"; then state[$i]=finished
+  else state[$i]=left; fi
+done
+if [[ -n $dry ]]; then
+  for i in "${todo[@]}"; do
+    case ${state[$i]} in left) line_of "$i" ;; finished) echo "# finished: ${names[i]}" ;; esac
+  done
   exit $code
 fi
 last_words() { tr '\r' '\n' < "runs/${names[$1]}/log.txt" | tr -cd '[:print:]\n' | grep . | tail -n 1 | cut -c 1-200; }
@@ -301,7 +320,7 @@ draw() { # figure, tables and report of what is finished; 1: something failed
   trap 'exit 130' INT TERM HUP
   mkdir -p runs/results && exec 8> runs/results/lock && flock 8 # two at a time would write the same files
   local -A files=() # of every block and label
-  for i in "${todo[@]}"; do finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
+  for i in "${todo[@]}"; do same_flags "$i" && finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
   for key in "${!files[@]}"; do
     read -ra paths <<< "${files[$key]}"
     folder=runs/results/${key% *}
@@ -317,7 +336,6 @@ draw() { # figure, tables and report of what is finished; 1: something failed
 }
 if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   command -v sbatch > /dev/null || die "--slurm needs sbatch on the PATH"
-  code=0
   for i in "${todo[@]}"; do # what an earlier array did not finish, so that a run that always fails is seen
     log=runs/${names[i]}/log.txt
     [[ ${state[$i]} == left && -e $log ]] || continue
@@ -330,14 +348,21 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   [[ " ${state[*]} " == *" left "* ]] || { echo "all that is left is running"; exit $code; }
   mkdir -p runs
   read -ra flags <<< "$sbatch"
-  tasks=$(for i in "${todo[@]}"; do [[ ${state[$i]} == left ]] && echo $((i + 1)); done | paste -sd,)
   again="$block --engine $engine${seeds:+ --seeds $seeds}${steps:+ --steps $steps}${track:+ $track}"
   again+=" --python $(printf %q "$python")"
+  size=$(scontrol show config 2> /dev/null | awk '$1 == "MaxArraySize" {print $3}')
+  size=$((${size:-1001} - 1)) # an array's numbers are below it, so `all` may need a second one
   # a task's number counts all runs of the block, whatever --only leaves. B: the signal goes to train, not to python.
   # exec: a shell before benchmark.sh would die of scancel and take python along before it has saved
-  sbatch --job-name="sprl-$block" --array="$tasks" --requeue --open-mode=append --signal=B:USR1@120 --chdir="$PWD" \
-    --output="runs/slurm-%A-%a.txt" ${flags[@]+"${flags[@]}"} \
-    --wrap "exec ./benchmark.sh $again --task \$SLURM_ARRAY_TASK_ID" || exit 1
+  for ((first = 0; first < ${#names[@]}; first += size)); do
+    tasks=$(for i in "${todo[@]}"; do
+      [[ ${state[$i]} == left ]] && ((i >= first && i < first + size)) && echo $((i - first + 1))
+    done | paste -sd,)
+    [[ -n $tasks ]] || continue
+    sbatch --job-name="sprl-$block" --array="$tasks" --requeue --open-mode=append --signal=B:USR1@120 --chdir="$PWD" \
+      --output="runs/slurm-%A-%a.txt" ${flags[@]+"${flags[@]}"} \
+      --wrap "exec ./benchmark.sh $again --task \$((SLURM_ARRAY_TASK_ID + $first))" || exit 1
+  done
   echo "once it has ended, the same command makes the figure and the tables, or submits again what was not finished"
   exit $code
 fi
@@ -357,9 +382,9 @@ done
 busy=0 last=$SECONDS shown='' shown_at=0 stopping='' every=600; [[ -t 1 ]] && every=5
 progress() { # in place on a terminal; else a line when a number changes, and every ten minutes
   local i line left=0 longest=0 worked=0 minutes='' time=''
-  local -A n=([left]=0 [running]=0 [finished]=0 [failed]=0 [elsewhere]=0)
+  local -A n=([left]=0 [running]=0 [finished]=0 [failed]=0 [elsewhere]=0 [other]=0)
   for i in "${todo[@]}"; do n[${state[$i]}]=$((n[${state[$i]}] + 1)); done
-  line="$block: ${n[finished]} done, ${n[running]} running, ${n[failed]} failed of ${#todo[@]}"
+  line="$block: ${n[finished]} done, ${n[running]} running, $((n[failed] + n[other])) failed of ${#todo[@]}"
   [[ $line == "$shown" ]] && ((SECONDS - shown_at < every)) && return
   for i in "${todo[@]}"; do # work is counted in steps, so that a run resumed near its end counts little
     [[ ${state[$i]} == running ]] && at[$i]=$(step_of "$i")
@@ -404,7 +429,6 @@ done
 while ((${#pids[@]})); do tick; done
 [[ -t 1 ]] && echo
 
-code=0
 for i in "${todo[@]}"; do
   log=runs/${names[i]}/log.txt
   [[ ${state[$i]} == elsewhere ]] && finished "$i" && state[$i]=finished

@@ -14,11 +14,11 @@ not train: we compute what there is to converge to, the walk of the least discou
 tolerance), by value iteration over all histories that matter, and draw evenly among equally good moves. What matters is
 the longest shortest path that ends here, of at most k states: once s_t can be reached from s_j in fewer than t - j
 steps, so can every state up to s_{j+k}, and the cost that is due at j + k is certain. It is charged, discounted, at
-once, and s_j is forgotten. (With the default layout the best walk is a lap of 36 states that comes by none of them twice,
-so a policy that sees s_t alone can walk it too.) An episode's last k states are charged as well, though their cost would
-be due after its end. One layout serves all seeds, so that their counts can be averaged; the paper does not give its
-layout, nor how many squares are rewarding, nor how many episodes it counts. Ours has one goal, in the room opposite the
-start.
+once, and s_j is forgotten. (With the default layout the best walk is a lap of 36 states that comes by none of them
+twice, so a policy that sees s_t alone can walk it too.) An episode's last k states are charged as well, though their
+cost would be due after its end. One layout serves all seeds, so that their counts can be averaged; the paper does not
+give its layout, nor how many squares are rewarding, nor how many episodes it counts. Ours has one goal, in the room
+opposite the start.
 """
 
 import csv

@@ -159,6 +159,8 @@ def tree(tmp_path):
         ("quick --seed 2", "--seed"),
         ("quick --seeds x", "--seeds 'x'"),
         ("quick --seeds", "--seeds"),
+        ("quick --seeds 1001", "--seeds '1001', accepted: a whole number from 1 to 1000"),
+        ("quick --steps 99999999999", "--steps '99999999999', accepted: a whole number from 1 to 2147483647"),
         ("quick --workers 0", "--workers '0'"),
         ("quick --steps 1e6", "--steps '1e6'"),
         ("quick --only", "--only"),
@@ -329,6 +331,22 @@ def test_other_steps_are_other_runs(tree):
         "runs/results/quick-500",
     ]
     assert "quick__" in tree("quick --dry-run").stdout
+
+
+def test_a_run_with_other_flags_is_refused(tree):
+    """A run whose flags have changed since is neither skipped nor resumed nor shown among the others."""
+    assert tree("quick --seeds 1 --steps 400").returncode == 0
+    script = (tree.folder / "benchmark.sh").read_text()
+    tree.write("benchmark.sh", script.replace("--cost-scale 0.01 ", "--cost-scale 0.5 "))
+    tree.forget()
+    refused = f"runs/{SPRL_1} was made with other flags, move it away to run it anew\n"
+    for flags in ("--dry-run", "", "--track"):
+        result = tree(f"quick --seeds 1 --steps 400 {flags}")
+        assert result.returncode == 1 and result.stderr == refused and tree.started() == []
+    assert [line for line in tree.lines("analysed") if SPRL_1 in line] == []
+    assert [line for line in tree.lines("analysed") if PPO_1 in line] != [], "what is as it was is shown"
+    (tree.folder / "runs" / SPRL_1).rename(tree.folder / "runs" / "old")
+    assert tree("quick --seeds 1 --steps 400").returncode == 0 and tree.started() == [SPRL_1]
 
 
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP"])
@@ -552,6 +570,23 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     again = tree("quick --steps 400 --slurm", env=env)
     assert again.returncode == 0 and "figure, tables and report: runs/results/quick-400" in again.stdout
     assert tree.started() == [] and not (tree.folder / "sbatch-flags").exists()
+
+
+def test_slurm_splits_what_is_too_long_for_one_array(tree, tmp_path):
+    """MaxArraySize 3 allows the numbers 1 and 2: four runs are two arrays, whose tasks are all of them."""
+    tree.write("../bin/sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" >> sbatch-flags\n')
+    tree.write("../bin/scontrol", '#!/bin/bash\necho "MaxArraySize            = 3"\n')
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    assert tree("quick --steps 400 --slurm", env=env).returncode == 0
+    flags = tree.lines("sbatch-flags")
+    assert [flag for flag in flags if flag.startswith("--array")] == ["--array=1,2", "--array=1,2"]
+    for wrap in [flag for flag in flags if flag.startswith("exec")]:
+        for task in "12":
+            run = subprocess.run(["bash", "-c", wrap], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": task})
+            assert run.returncode == 0
+    assert tree.started() == QUICK
 
 
 def slurm_missing():

@@ -169,7 +169,7 @@ def test_windows_charge_the_cost(graphs, monkeypatch):
 def test_plan_by_hand():
     """A corridor of 4 from its end, k = 2: three steps, then the agent must turn, and 2 3 2 costs 1. To stand still
     would cost two, 2 3 3 and 3 3 2. So every third step costs, the first of them the fourth. With a goal at the end, or
-    on a ring, nothing does; on a ring of 6 with k = 4 each state is nearer the other way: every step from the fourth."""
+    on a ring, nothing does; on a ring of 6 with k = 4 the other way is shorter: every step from the fourth costs."""
     gamma = transition_counts.GAMMA
     q = least_cost(*enumerate_windows(chain(4), np.arange(3), 2))
     assert q[0].min() == pytest.approx(gamma**3 / (1 - gamma**3))
