@@ -18,14 +18,15 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import tyro
-from evaluate import fail, first_line, load_checkpoint, written_whole
+from evaluate import fail, first_line, load_checkpoint, parse_args, written_whole
 
 COLUMNS = ("step", "return", "success", "length", "cost_rate", "rnet_accuracy")
 COLOURS = {  # Okabe and Ito's, which the colour-blind tell apart; the order is the order of legends and tables
     "sprl": "#D55E00", "gt-sprl": "#009E73", "ppo": "#0072B2", "eco": "#CC79A7", "icm": "#E69F00",
     "gt-grid": "#56B4E9",
 }  # fmt: skip
-DASHES = ("--", ":", "-.")  # of the methods that are not in COLOURS
+# of labels that are no method: Paul Tol's
+OTHERS, DASHES = ("#332288", "#117733", "#AA4499", "#999933", "#882255", "#44AA99"), ("-", ":", "-.")
 
 
 @dataclass
@@ -50,8 +51,8 @@ class Figure:
     """points of the running mean in the figure, of 200 along the x-axis; 1 is none; the tables are never smoothed"""
     rnet_accuracy: bool = False
     """if toggled, a second row shows the RNet's held-out accuracy, where a run has one"""
-    claim: str = ""
-    """what the paper says of this figure, a line above the tables"""
+    claim: str | None = None
+    """what the paper says of this figure, a line above the tables (default: the claim that table.md has, if any)"""
 
 
 # EXPORT ##############################################################################################################
@@ -173,11 +174,10 @@ def method_name(method):
 
 
 def method_styles(methods):
-    """{method: (colour, dashes)}, in the order of legends; methods outside COLOURS take its colours with dashes."""
+    """{method: (colour, dashes)}, in the order of legends; PPO is dashed, so that what is as good as it can be seen."""
     others = [(method, i) for i, method in enumerate(sorted(set(methods) - set(COLOURS), key=natural))]
-    colours = list(COLOURS.values())[::-1]
-    return {method: (colour, "-") for method, colour in COLOURS.items() if method in methods} | {
-        method: (colours[i % len(colours)], DASHES[i // len(colours) % len(DASHES)]) for method, i in others
+    return {m: (colour, "--" if m == "ppo" else "-") for m, colour in COLOURS.items() if m in methods} | {
+        method: (OTHERS[i % len(OTHERS)], DASHES[i // len(OTHERS) % len(DASHES)]) for method, i in others
     }
 
 
@@ -258,6 +258,13 @@ def with_error(mean, error):
     return f"{mean:.{digits}f} ± " + (f"{error:.1g}" if small else f"{error:.{digits}f}")
 
 
+def read_claim(folder):
+    """The claim that the folder's table.md was written with, or none."""
+    path, start = Path(folder, "table.md"), "The paper's claim: "
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return text.splitlines()[0].removeprefix(start) if text.startswith(start) else ""
+
+
 def write_table(rows, folder, claim=""):
     with open(os.path.join(folder, "table.csv"), "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -306,18 +313,21 @@ def draw(runs, path, smooth, rnet_accuracy):
     figure, axes = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
-    handles, most = {}, 0
+    shown, most, thin_lines = set(), 0, False
     for panel, (env_id, by_method) in enumerate(runs.items()):
         for row, (name, label) in enumerate(names.items()):
             axis = axes[panel // columns * len(names) + row, panel % columns]
             axis.axis("on")
-            for method, seeds in by_method.items():
-                most = max(most, len(seeds))
+            most_here = max(map(len, by_method.values()))
+            most = max(most, most_here)
+            for method, seeds in reversed(by_method.items()):  # the first of the legend on top
                 grid, curves = seed_curves(seeds, name, smooth)
                 if curves:  # a method without an RNet has no accuracy
                     mean, error = mean_and_error(curves)
                     colour, dashes = styles[method]
-                    (handles[method],) = axis.plot(grid, mean, linewidth=1.8, color=colour, linestyle=dashes)
+                    thin_line = len(seeds) == 1 < most_here  # luck must not look like a mean
+                    axis.plot(grid, mean, linewidth=0.9 if thin_line else 1.8, color=colour, linestyle=dashes)
+                    shown, thin_lines = shown | {method}, thin_lines or thin_line
                     axis.fill_between(grid, mean - error, mean + error, color=colour, alpha=0.2, lw=0)
             if name == "rnet_accuracy":
                 axis.set_ylim(min(0.45, axis.get_ylim()[0]), 1.02)
@@ -339,16 +349,14 @@ def draw(runs, path, smooth, rnet_accuracy):
             if row == len(names) - 1:
                 note = f"\n(running mean of {smooth} of 200 points)" if smooth > 1 else ""
                 axis.set_xlabel("environment steps" + note)
-    methods = sorted(handles, key=list(styles).index)
+    methods = sorted(shown, key=list(styles).index)
     texts = [method_name(method) for method in methods]
     ncols = max(
         1, min(len(texts), int(size[0] / (0.6 + 0.075 * max(map(len, texts), default=0))))
     )  # that fit, in inches
-    figure.legend(
-        [handles[method] for method in methods], texts, loc="outside lower center", ncols=ncols,
-        frameon=False, title="mean and standard error over seeds" if most > 1 else None,
-        title_fontsize=8,
-    )  # fmt: skip
+    lines = [plt.Line2D([], [], linewidth=1.8, color=c, linestyle=d) for c, d in map(styles.get, methods)]
+    title = "mean and standard error over seeds" + "; thin: one seed" * thin_lines if most > 1 else None
+    figure.legend(lines, texts, loc="outside lower center", ncols=ncols, frameon=False, title=title, title_fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -357,7 +365,7 @@ def figure(args):
     if args.smooth < 1:
         fail(f"--smooth {args.smooth} is out of range, accepted: 1 or more")
     runs = read_folder(args.folder)
-    write_table(make_table(runs), args.folder, args.claim)
+    write_table(make_table(runs), args.folder, read_claim(args.folder) if args.claim is None else args.claim)
     every_run = [run for by_method in runs.values() for seeds in by_method.values() for run in seeds]
     accuracies = args.rnet_accuracy and any(len(points(run, "rnet_accuracy")[0]) for run in every_run)
     draw(runs, os.path.join(args.folder, "curves.png"), args.smooth, accuracies)
@@ -374,4 +382,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Export | Figure))
+    main(parse_args(Export | Figure))

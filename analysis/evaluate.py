@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import io
 import os
+import re
 import sys
 import types
 import warnings
@@ -47,6 +48,20 @@ class Args:
 def fail(message):
     """Ends the program the way a wrong command line should: one line, exit code 2."""
     sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
+
+
+def parse_args(kind):
+    """The command line as a `kind`; tyro's boxed errors, and what they say of the option meant, become one line."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(kind)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        lines = [line.strip("│ ") for line in errors.getvalue().splitlines()[1:-1]]
+        sections = re.split(" *(?:─{5,}|-{5,}) *", " ".join(lines))  # minus signs where stderr is not UTF-8
+        fail("; ".join(section.rstrip(".") for section in sections[:-1] if section))  # the last one names --help
 
 
 def first_line(error):
@@ -288,4 +303,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args(Args))

@@ -17,8 +17,19 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import tyro
-from curves import method_name, method_styles, points, read_folder, seed_curves, short_name, with_error
-from evaluate import fail, first_line
+from curves import (
+    COLOURS,
+    method_name,
+    method_styles,
+    points,
+    read_claim,
+    read_folder,
+    seed_counts,
+    seed_curves,
+    short_name,
+    with_error,
+)
+from evaluate import fail, first_line, parse_args
 from scores import ALL, MIN_SEEDS, make_scores
 
 METRICS = {
@@ -35,10 +46,10 @@ class Args:
     """folder of the CSV files; the report is written there too"""
     threshold: float | None = None
     """return whose first crossing is timed (default: per task, 80 % of the best method's final return if positive)"""
-    baseline: str = "ppo"
-    """label of the method that the others are compared with"""
-    claim: str = ""
-    """what the paper says of these runs, a line above the tables"""
+    baseline: str | None = None
+    """label of the method that the others are compared with (default: ppo, if there are runs of it)"""
+    claim: str | None = None
+    """what the paper says of these runs, a line above the tables (default: the claim that table.md has, if any)"""
 
 
 # TABLES ##############################################################################################################
@@ -82,9 +93,10 @@ def make_notes(rows, scaled, baseline):
         "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
         "curve divided by its length. ± is the standard error over seeds. Steps to threshold: median over seeds of the "
         "first step at which the mean return over the 5 % of training before it is at the threshold.",
-        "IQM: interquartile mean, the mean of the middle half of the runs. In brackets 95 % stratified bootstrap "
-        f"intervals over seeds (Agarwal et al. 2021), – for fewer than {MIN_SEEDS} seeds. Few seeds make them too "
-        "narrow: of normally distributed seeds, 3 hold the true mean in about 75 % of the cases, 6 in about 90 %.",
+        "IQM: interquartile mean, without a quarter of the runs, rounded down, at either end. In brackets 95 % "
+        f"stratified bootstrap intervals over seeds (Agarwal et al. 2021), – for fewer than {MIN_SEEDS} seeds. Few "
+        "seeds make them too narrow: of normally distributed seeds, 3 hold the true mean in about 75 % of the cases, 6 "
+        "in about 90 %.",
     ]
     if baseline:
         notes[1] += (
@@ -161,11 +173,11 @@ def draw_scores(rows, styles, baseline, path):
         for axis, (heading, name) in zip(line, columns.items()):
             for i, row in enumerate(members):
                 value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-                colour, dashes = styles[row["method"]]
+                colour, _ = styles[row["method"]]
                 if low is not None:
                     axis.plot([low, high], [i, i], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
                 if value is not None:  # hollow without an interval
-                    marker, fill = "o" if dashes == "-" else "D", "full" if low is not None else "none"
+                    marker, fill = "o" if row["method"] in COLOURS else "D", "full" if low is not None else "none"
                     axis.plot(value, i, color=colour, marker=marker, fillstyle=fill, markersize=5)
             if name.endswith("improvement"):
                 axis.set_xlim(-0.04, 1.04)
@@ -173,6 +185,9 @@ def draw_scores(rows, styles, baseline, path):
                 axis.set_xticks([0, 0.5, 1])
             else:
                 axis.xaxis.set_major_locator(MaxNLocator(4) if axis.lines else NullLocator())
+                left, right = axis.get_xlim()
+                if right - left < 0.1 and -1 < left < right < 2:  # or a difference of 0.003 would fill the panel
+                    axis.set_xlim((left + right) / 2 - 0.05, (left + right) / 2 + 0.05)
             axis.set_ylim(len(members) - 0.5, -0.5)
             axis.set_yticks(range(len(members)), [method_name(row["method"]).replace("$", r"\$") for row in members])
             axis.grid(axis="x", alpha=0.25, linewidth=0.6)
@@ -181,6 +196,8 @@ def draw_scores(rows, styles, baseline, path):
         task = make_heading(members)[0].replace("$", r"\$")
         text = line[0].text(0, 1.02, task, transform=line[0].transAxes, va="bottom", fontweight="bold")
         text.set_in_layout(False)  # or a long name would squeeze the first column
+    note = f"bars: 95 % bootstrap intervals; hollow: fewer than {MIN_SEEDS} seeds, no interval; axes differ in range"
+    figure.supxlabel(note, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -211,7 +228,7 @@ def page_data(runs, styles):
             for method, (colour, dashes) in styles.items()
         ],
         "tasks": [
-            {"label": short_name(env_id)}
+            {"label": short_name(env_id), "seeds": seed_counts(tasks)}
             | {name: [encode(tasks.get(method, []), name) for method in styles] for name in metrics}
             for env_id, tasks in runs.items()
         ],
@@ -374,7 +391,7 @@ svg text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-n
 /* collapsed borders would stay behind when the first column sticks */
 .scroll table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 13.5px;
   font-variant-numeric: tabular-nums; }
-th, td { padding: 8px 14px; text-align: right; vertical-align: top; border-top: 1px solid var(--line);
+th, td { padding: 8px 11px; text-align: right; vertical-align: top; border-top: 1px solid var(--line);
   white-space: nowrap; }
 thead th { color: var(--soft); font-weight: 500; font-size: 12.5px; border-top: 0; vertical-align: bottom;
   min-width: 84px; white-space: normal; }
@@ -422,9 +439,9 @@ footer { height: 56px; }
   </div>
 </div>
 <div id="panels" role="group" aria-labelledby="curves-title"></div>
-<p class="notes">Line: mean over seeds; band: ± one standard error. Hover over a panel, or focus it and press the arrow
-  keys, to read values. A double click on a method or a task shows it alone. The filters hold for scores and runs too.
-</p>
+<p class="notes">Line: mean over seeds, thin: one seed alone; band: ± one standard error. Hover over a panel, or focus
+  it and press the arrow keys, to read values. A double click on a method or a task shows it alone. The filters hold for
+  scores and runs too.</p>
 <h2>Scores</h2>
 @@TABLES@@
 <div class="notes">@@NOTES@@</div>
@@ -538,9 +555,9 @@ function paint(plot, label, curves, [low, high], height) {
     if (state.seeds) for (const seed of c.seeds)
       svg += `<path class="seed" d="${path(c, seed)}" fill="none" stroke="${colour}" stroke-width="1" opacity=".45"/>`;
   }
-  for (const c of curves) {
-    const { colour, dash } = D.methods[c.method];
-    svg += `<path class="mean" d="${path(c, c.mean)}" fill="none" stroke="${colour}" stroke-width="2.2"
+  for (const c of [...curves].reverse()) { // the first of the legend on top
+    const { colour, dash } = D.methods[c.method], thick = c.seeds.length > 1 ? 2.2 : 1.2;
+    svg += `<path class="mean" d="${path(c, c.mean)}" fill="none" stroke="${colour}" stroke-width="${thick}"
       stroke-linejoin="round" stroke-dasharray="${dash}"/>`;
   }
   plot.innerHTML = svg + `<g></g></svg><div class="tip" hidden></div>`; // numbers and colours only, no text from files
@@ -615,7 +632,7 @@ function render() {
   } else if (methods.length) tasks.forEach((task, i) => {
     const height = tasks.length === 1 ? 360 : tasks.length < 4 ? 280 : 240, title = D.tasks[task].label;
     const scale = found[i].length ? range(found[i]) : null;
-    figures.push(panel(title, `${title}, ${metric}`, found[i], scale, height, metric));
+    figures.push(panel(title, `${title}, ${metric}`, found[i], scale, height, `${metric}, ${D.tasks[task].seeds}`));
   });
   if (!figures.length) {
     const empty = document.createElement("p");
@@ -699,18 +716,21 @@ def main(args):
         fail(f"--threshold {args.threshold} is no threshold, accepted: a finite number")
     try:
         runs = read_folder(args.folder)
-        rows, scaled = make_scores(runs, args.baseline, args.threshold)
-        styles, baseline = method_styles({row["method"] for row in rows}), None
-        if args.baseline in styles:
-            baseline = method_name(args.baseline)
-        else:
-            print(f"no run of {args.baseline} to compare with, see --baseline", file=sys.stderr)
+        styles = method_styles({method for by_method in runs.values() for method in by_method})
+        if args.baseline not in (None, *styles):
+            fail(f"--baseline {args.baseline} has no run in {args.folder}, accepted: {', '.join(styles)}")
+        label = args.baseline or "ppo"
+        rows, scaled = make_scores(runs, label, args.threshold)
+        baseline = method_name(label) if label in styles else None
+        if not baseline:
+            print(f"no run of {label} to compare with, see --baseline", file=sys.stderr)
+        claim = read_claim(args.folder) if args.claim is None else args.claim
         files = [os.path.join(args.folder, name) for name in ("scores.csv", "scores.md", "scores.png", "report.html")]
         write_csv(rows, files[0])
-        write_markdown(rows, scaled, baseline, args.claim, files[1])
+        write_markdown(rows, scaled, baseline, claim, files[1])
         draw_scores(rows, styles, baseline, files[2])
         title = f"SPRL: {Path(args.folder).resolve().name}"
-        Path(files[3]).write_text(make_page(runs, rows, scaled, baseline, title, args.claim), encoding="utf-8")
+        Path(files[3]).write_text(make_page(runs, rows, scaled, baseline, title, claim), encoding="utf-8")
     except OSError as error:  # no permission, full disk
         fail(first_line(error))
     except KeyboardInterrupt:
@@ -720,4 +740,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args(Args))

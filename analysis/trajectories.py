@@ -24,7 +24,7 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
-from evaluate import fail, first_line, load_run, load_script, play, summary, written_whole
+from evaluate import fail, first_line, load_run, load_script, parse_args, play, summary, written_whole
 from tqdm import tqdm
 
 SPRL = "ppo_sprl_minigrid.py"  # has the cost and the oracle, and the settings of the cost where a checkpoint has none
@@ -316,4 +316,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args(Args))

@@ -20,14 +20,13 @@ tolerance Dt = 2" leave 24 of 268M: here k = 3 leaves 20 trajectories for Dt = 0
 
 import csv
 import os
-import sys
 from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
 import matplotlib
-import tyro
+from evaluate import fail, parse_args
 from tqdm import tqdm
 
 LAYOUTS = {  # S start, G goal, # wall; all beyond the edge is wall
@@ -50,12 +49,6 @@ class Args:
     """folder of trajectory_space.csv and trajectory_space.png, made if missing"""
 
 
-def fail(message):
-    """Ends the program the way a wrong command line should: one line, exit code 2."""
-    sys.exit(print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr) or 2)
-
-
-# WORLD ###############################################################################################################
 def read_layout(rows):
     """Start, goal, and for every free square {next square: number of actions that lead to it}."""
     squares = {(x, y): mark for y, row in enumerate(rows) for x, mark in enumerate(row) if mark != "#"}
@@ -187,4 +180,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args(Args))

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
-import tyro
-from evaluate import fail, load_script, written_whole
+from evaluate import fail, load_script, parse_args, written_whole
 from minigrid.minigrid_env import MiniGridEnv
 from tqdm import tqdm
 
@@ -377,4 +376,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args(Args))

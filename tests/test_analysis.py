@@ -337,7 +337,7 @@ def test_labels():
 
 
 def test_order_and_styles(tmp_path):
-    """Known methods come first and solid, others by name and dashed; 7 sorts before 11; other files are no runs."""
+    """Known methods come first, others by name and in other colours; 7 sorts before 11; other files are no runs."""
     for name in ("Maze-11__k10__s1", "Maze-7__k5__s2", "Maze-7__k5__s10", "Maze-7__k10__s1", "Maze-7__gt-grid__s1"):
         write_csv(tmp_path / f"{name}.csv", [(50, 0.5)])
     (tmp_path / "Maze-7__k5__summary.csv").write_text("of another kind\n")
@@ -348,6 +348,8 @@ def test_order_and_styles(tmp_path):
     assert list(runs) == ["Maze-7", "Maze-11"] and [run["seed"] for run in runs["Maze-7"]["k5"]] == [2, 10]
     styles = curves.method_styles({f"m{i}" for i in range(18)} | set(curves.COLOURS))
     assert len(set(styles.values())) == 24 and styles["gt-grid"] == ("#56B4E9", "-")
+    assert not {colour for colour, _ in styles.values()} - {*curves.COLOURS.values(), *curves.OTHERS}
+    assert not {styles[f"m{i}"][0] for i in range(18)} & set(curves.COLOURS.values()), "a method's colour is its own"
 
 
 def test_statistics_by_hand():
@@ -449,3 +451,43 @@ def test_seeds_in_words():
     found = curves.seed_counts({"sprl": [1] * 3, "ppo": [1] * 3, "eco": [1], "icm": [1], "gt-grid": [1]})
     assert found == "1 seed, SPRL and PPO 3"
     assert curves.seed_counts({"sprl": [1] * 3, "eco": [1], "k5": [1] * 3, "icm": [1] * 3}) == "3 seeds, ECO 1"
+
+
+def test_one_seed_among_means_is_thin(tmp_path, monkeypatch):
+    """A panel with two seeds of SPRL and one of PPO, which is drawn first and dashed; alone it would not be thin."""
+    for name in ("sprl__s1", "sprl__s2", "ppo__s1"):
+        write_csv(tmp_path / f"Maze__{name}.csv", [(50, 0.5), (100, 0.6)])
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = curves.read_folder(tmp_path)
+    curves.draw(runs, "", 1, False)
+    curves.draw({"Maze": {"ppo": runs["Maze"]["ppo"]}}, "", 1, False)
+    both, alone = ([(line.get_linewidth(), line.get_linestyle()) for line in f.axes[0].lines] for f in drawn)
+    assert both == [(0.9, "--"), (1.8, "-")] and alone == [(1.8, "--")]
+    assert drawn[0].legends[0].get_title().get_text() == "mean and standard error over seeds; thin: one seed"
+
+
+def test_the_claim_stays(tmp_path):
+    """A figure that is drawn anew keeps the claim that benchmark.sh wrote above the table, unless told another."""
+    write_csv(tmp_path / "Maze__ppo__s1.csv", [(50, 0.5)])
+    for claim, first in (("A < B.", "A < B."), (None, "A < B."), ("C.", "C."), ("", ""), (None, "")):
+        curves.main(curves.Figure(str(tmp_path), claim=claim))
+        text = (tmp_path / "table.md").read_text()
+        assert curves.read_claim(tmp_path) == first and text.startswith(f"The paper's claim: {first}") == bool(first)
+
+
+@pytest.mark.parametrize(
+    "kind, flags, words",
+    [
+        (curves.Figure, "x --smooth abc", ["--smooth", "'abc'", "INT"]),
+        (curves.Figure, "", ["folder of the CSV files"]),
+        (curves.Export | curves.Figure, "", ["export, figure"]),
+        (curves.Export | curves.Figure, "draw", ["draw", "export, figure"]),
+        (evaluate.Args, "agent.pt --episode 3", ["--episode", "--episodes INT"]),
+        (evaluate.Args, "agent.pt --seed", ["--seed"]),
+    ],
+)
+def test_wrong_command_lines_are_one_line(kind, flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["analysis/x.py", *flags.split()])
+    error = refused(evaluate.parse_args, kind, capsys)
+    assert error.startswith("x.py: error: ") and all(word in error for word in words) and "──" not in error

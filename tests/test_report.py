@@ -214,8 +214,14 @@ def test_one_seed_other_methods_and_lengths(folder, capsys):
 
 
 def test_without_the_baseline(folder, capsys):
-    report.main(report.Args(str(folder), baseline="a2c"))
-    assert capsys.readouterr().err == "no run of a2c to compare with, see --baseline\n"
+    with pytest.raises(SystemExit) as stop:
+        report.main(report.Args(str(folder), baseline="a2c"))
+    error = f"error: --baseline a2c has no run in {folder}, accepted: sprl, ppo\n"
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith(error) and not (folder / "scores.md").exists()
+    for path in folder.glob("*__ppo__*"):
+        path.unlink()
+    report.main(report.Args(str(folder)))
+    assert capsys.readouterr().err == "no run of ppo to compare with, see --baseline\n"
     for name in ("scores.md", "report.html"):
         assert "P(better" not in (folder / name).read_text(encoding="utf-8")
 
