@@ -301,9 +301,10 @@ def main(args):
             fail(f"--episodes {args.episodes} gave {len(able)} trajectories with a cost to tell, accepted: more")
         episodes, costs = [episodes[i] for i in able], np.array([np.nanmean(costs[i]) for i in able])
         title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
-        title += f"{len(episodes)} {f'trajectories of {length} steps' if length else 'episodes'}, "
-        title += f"of {every}, " if len(able) < every else ""
-        title += "of which each quarter shows an even spread."
+        title += f"{len(episodes)} of {every} " if len(able) < every else f"{every} "
+        title += f"trajectories of {length} steps" if length else "episodes"
+        title += " (the others cannot cost)" if len(able) < every else ""
+        title += ", an even spread of each quarter."
         title += "" if length else " Green: the goal."
         write_costs(episodes, costs, table)
         draw(episodes, costs, title, judge_name, first, picture)
