@@ -16,7 +16,7 @@
 # --python PATH    the interpreter (default: .venv/bin/python if there is one, else python3)
 # --track          mirror the charts to Weights & Biases
 # --dry-run        print the commands, run nothing
-# --slurm          submit one array job, a task per run; --sbatch "FLAGS" are handed to sbatch
+# --slurm          submit an array job, a task per run (two for all); --sbatch "FLAGS" are handed to sbatch
 #
 # The block all is every block but quick and minigrid-paper.
 # Started again, it skips what is finished and resumes what was killed, and refuses to go on with a run that was made
@@ -88,7 +88,8 @@ block:atari() { # a GPU each; on a CPU add --rnet-width 16 --rnet-input embeddin
     runs 4 10000000 ppo "$env" ppo_sprl_atari.py --cost-scale 0 "$flags"
     runs 4 10000000 sprl "$env" ppo_sprl_atari.py --cost-scale 0.05 "$flags" --k 12 --tolerance 1 \
       --num-tolerance-samples 200 --negative-bias 80 --positive-bias 5
-    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --bonus-bias 0.5 "$flags" --k 12 --negative-bias 80 "$memory"
+    runs 4 10000000 eco "$env" ppo_eco.py --bonus-scale 0.001 --bonus-bias 0.5 "$flags" --k 12 --negative-bias 80 \
+      "$memory"
     runs 4 10000000 icm "$env" ppo_icm.py --bonus-scale 0.01 "$flags" --forward-loss-weight 1 --icm-loss-scale 1
   done
   runs 4 10000000 gt-grid MontezumaRevenge-v5 ppo_gtgrid.py --bonus-scale 0.01 "$flags" --cell-size 16 # not in the paper
@@ -251,14 +252,16 @@ done
 ((${#todo[@]})) || die "--only $only leaves no run of $block"
 
 # ONE RUN #############################################################################################################
-same_flags() { # run i was made, as far as its log tells, with the flags that it has now; more steps are no other run
-  local was log=runs/${names[$1]}/log.txt
-  [[ -e $log ]] || return 0
-  was=$(sed -nE 's/^\$ .* (ppo_[a-z_]+\.py )/\1/p' "$log" | tail -n 1)
-  [[ -z $was || $(settings "$was") == $(settings "${commands[$1]}") ]]
+settings() { sed -E 's/ --(resume|wandb-project-name) [^ ]*//g; s/ --track//; s/ --/\n--/g' <<< "$1" | sort; }
+logged() { sed -nE 's/^\$ .* (ppo_[a-z_]+\.py )/\1/p' "runs/${names[$1]}/log.txt" 2> /dev/null | tail -n 1; }
+same_flags() { # run i has the flags that its checkpoint, as far as its log tells, was made with
+  local was; [[ -e runs/${names[$1]}/agent.pt ]] && was=$(logged "$1") && [[ -n $was ]] || return 0
+  [[ "$(settings "$was")" == "$(settings "${commands[$1]}")" ]]
 }
-settings() { sed -E 's/ --(resume|total-timesteps|wandb-project-name) [^ ]*//g; s/ --track//' <<< "$1"; }
-refuse() { echo "runs/${names[$1]} was made with other flags, move it away to run it anew" >&2; }
+refuse() {
+  local was; was=$(comm -23 <(settings "$(logged "$1")") <(settings "${commands[$1]}") | paste -sd' ')
+  echo "runs/${names[$1]} was made with other flags (${was:-fewer}), move it away to run it anew" >&2
+}
 finished() { # run i has ended well, with at least the steps that are asked for now
   local reached; reached=$(cat "runs/${names[$1]}/finished" 2> /dev/null)
   [[ $reached =~ ^[0-9]+$ && -e runs/${names[$1]}/agent.pt ]] && ((reached >= sizes[$1]))
@@ -276,8 +279,8 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   mkdir -p "$folder" && exec 9> "$folder/lock" || return 1
   flock --nonblock --conflict-exit-code 75 9 # python inherits the lock, it holds even if this shell is killed
   (($? == 75)) && return 75
-  finished "$1" && return 0
   same_flags "$1" || { refuse "$1"; return 1; }
+  finished "$1" && return 0
   line=$(line_of "$1")
   local over=''; [[ -t 1 ]] && over=$'\r\e[K' # the progress; with the line in one write, or progress gets between
   printf '%s\n' "$over$line"
@@ -294,7 +297,7 @@ train() { # run i to its end; 75: someone else is at it. A signal is handed on, 
   return $code
 }
 
-if [[ -n $task ]]; then # one task of the array
+if [[ -n $task && -z $dry ]]; then # one task of the array
   ((task <= ${#names[@]})) || die "--task $task, accepted: 1 to ${#names[@]}"
   export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
   train $((task - 1)); code=$?
@@ -320,7 +323,11 @@ draw() { # figure, tables and report of what is finished; 1: something failed
   trap 'exit 130' INT TERM HUP
   mkdir -p runs/results && exec 8> runs/results/lock && flock 8 # two at a time would write the same files
   local -A files=() # of every block and label
-  for i in "${todo[@]}"; do same_flags "$i" && finished "$i" && files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; done
+  for i in "${todo[@]}"; do
+    if ! same_flags "$i"; then # nor may an earlier figure's copy of it be shown
+      rm -f "runs/results/${blocks[i]}/${envs[i]}"*"__${labels[i]}__s${names[i]##*__s}.csv"
+    elif finished "$i"; then files[${blocks[i]} ${labels[i]}]+="runs/${names[i]}/agent.pt "; fi
+  done
   for key in "${!files[@]}"; do
     read -ra paths <<< "${files[$key]}"
     folder=runs/results/${key% *}
@@ -351,7 +358,9 @@ if [[ -n $slurm && " ${state[*]} " == *" left "* ]]; then
   again="$block --engine $engine${seeds:+ --seeds $seeds}${steps:+ --steps $steps}${track:+ $track}"
   again+=" --python $(printf %q "$python")"
   size=$(scontrol show config 2> /dev/null | awk '$1 == "MaxArraySize" {print $3}')
-  size=$((${size:-1001} - 1)) # an array's numbers are below it, so `all` may need a second one
+  [[ $size =~ ^[0-9]+$ ]] || size=1001 # Slurm's default
+  ((--size > 0)) || die "--slurm needs job arrays, but Slurm's MaxArraySize is $((size + 1)), accepted: 2 or more"
+  # an array's numbers are below MaxArraySize, so `all` may need a second array
   # a task's number counts all runs of the block, whatever --only leaves. B: the signal goes to train, not to python.
   # exec: a shell before benchmark.sh would die of scancel and take python along before it has saved
   for ((first = 0; first < ${#names[@]}; first += size)); do

@@ -174,7 +174,7 @@ def method_name(method):
 
 
 def method_styles(methods):
-    """{method: (colour, dashes)}, in the order of legends; PPO is dashed, so that what is as good as it can be seen."""
+    """{method: (colour, dashes)}, in the order of legends; PPO is dashed: what it covers stays visible."""
     others = [(method, i) for i, method in enumerate(sorted(set(methods) - set(COLOURS), key=natural))]
     return {m: (colour, "--" if m == "ppo" else "-") for m, colour in COLOURS.items() if m in methods} | {
         method: (OTHERS[i % len(OTHERS)], DASHES[i // len(OTHERS) % len(DASHES)]) for method, i in others

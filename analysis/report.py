@@ -24,7 +24,6 @@ from curves import (
     points,
     read_claim,
     read_folder,
-    seed_counts,
     seed_curves,
     short_name,
     with_error,
@@ -228,7 +227,7 @@ def page_data(runs, styles):
             for method, (colour, dashes) in styles.items()
         ],
         "tasks": [
-            {"label": short_name(env_id), "seeds": seed_counts(tasks)}
+            {"label": short_name(env_id)}
             | {name: [encode(tasks.get(method, []), name) for method in styles] for name in metrics}
             for env_id, tasks in runs.items()
         ],
@@ -632,7 +631,9 @@ function render() {
   } else if (methods.length) tasks.forEach((task, i) => {
     const height = tasks.length === 1 ? 360 : tasks.length < 4 ? 280 : 240, title = D.tasks[task].label;
     const scale = found[i].length ? range(found[i]) : null;
-    figures.push(panel(title, `${title}, ${metric}`, found[i], scale, height, `${metric}, ${D.tasks[task].seeds}`));
+    const counts = [...new Set(found[i].map(c => c.seeds.length))].sort((a, b) => b - a).join(" or ");
+    const seeds = counts && `, ${counts} ${counts === "1" ? "seed" : "seeds"}`;
+    figures.push(panel(title, `${title}, ${metric}`, found[i], scale, height, metric + seeds));
   });
   if (!figures.length) {
     const empty = document.createElement("p");

@@ -49,6 +49,7 @@ class Args:
     """folder of trajectory_space.csv and trajectory_space.png, made if missing"""
 
 
+# WORLD ###############################################################################################################
 def read_layout(rows):
     """Start, goal, and for every free square {next square: number of actions that lead to it}."""
     squares = {(x, y): mark for y, row in enumerate(rows) for x, mark in enumerate(row) if mark != "#"}

@@ -1,6 +1,6 @@
 """Where four agents go on NineRooms: counts of their state transitions, as maps (SPRL, section 6.6).
 
-    python analysis/transition_counts.py                                      # runs/results/transition_counts, a minute
+    python analysis/transition_counts.py                                      # runs/results/transition_counts, 30 s
     python analysis/transition_counts.py --k 5 --layout 77 --out runs/counts  # another k and another set of doors
 
 (a) Random: uniform over the seven actions, four of which do nothing here. (b) GT-UCB: plans with the true dynamics for
@@ -14,8 +14,8 @@ not train: we compute what there is to converge to, the walk of the least discou
 tolerance), by value iteration over all histories that matter, and draw evenly among equally good moves. What matters is
 the longest shortest path that ends here, of at most k states: once s_t can be reached from s_j in fewer than t - j
 steps, so can every state up to s_{j+k}, and the cost that is due at j + k is certain. It is charged, discounted, at
-once, and s_j is forgotten. (With the default layout the best walk is a lap of 36 states that comes by none of them
-twice, so a policy that sees s_t alone can walk it too.) An episode's last k states are charged as well, though their
+once, and s_j is forgotten. (With the default layout the best walks are laps of 36 states that come by none of them
+twice, so a policy that sees s_t alone can walk them too.) An episode's last k states are charged as well, though their
 cost would be due after its end. One layout serves all seeds, so that their counts can be averaged; the paper does not
 give its layout, nor how many squares are rewarding, nor how many episodes it counts. Ours has one goal, in the room
 opposite the start.

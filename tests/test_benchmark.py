@@ -339,14 +339,31 @@ def test_a_run_with_other_flags_is_refused(tree):
     script = (tree.folder / "benchmark.sh").read_text()
     tree.write("benchmark.sh", script.replace("--cost-scale 0.01 ", "--cost-scale 0.5 "))
     tree.forget()
-    refused = f"runs/{SPRL_1} was made with other flags, move it away to run it anew\n"
-    for flags in ("--dry-run", "", "--track"):
+    refused = f"runs/{SPRL_1} was made with other flags (--cost-scale 0.01), move it away to run it anew\n"
+    copy = f"runs/results/quick-400/{FOUR_ROOMS}__sprl__s1.csv"  # as an earlier figure left it
+    tree.write(copy)
+    for flags in ("--dry-run", "--task 2", "", "--track"):
         result = tree(f"quick --seeds 1 --steps 400 {flags}")
         assert result.returncode == 1 and result.stderr == refused and tree.started() == []
+    assert not (tree.folder / copy).exists()
     assert [line for line in tree.lines("analysed") if SPRL_1 in line] == []
     assert [line for line in tree.lines("analysed") if PPO_1 in line] != [], "what is as it was is shown"
     (tree.folder / "runs" / SPRL_1).rename(tree.folder / "runs" / "old")
     assert tree("quick --seeds 1 --steps 400").returncode == 0 and tree.started() == [SPRL_1]
+    tree.forget()
+    other_order = script.replace("--cost-scale 0.01 --learning-rate 0.003", "--learning-rate 0.003 --cost-scale 0.5")
+    tree.write("benchmark.sh", other_order)
+    assert tree("quick --seeds 1 --steps 400").returncode == 0 and tree.started() == []
+
+
+def test_a_run_that_failed_at_once_may_have_other_flags(tree):
+    """Without a checkpoint there is nothing of the old flags that could be mixed with the new ones."""
+    tree.write("fail", SPRL_1)
+    assert tree("quick --seeds 1 --steps 400").returncode == 1
+    tree.write("fail")
+    script = (tree.folder / "benchmark.sh").read_text()
+    tree.write("benchmark.sh", script.replace("--cost-scale 0.01 ", "--cost-scale 0.5 "))
+    assert tree("quick --seeds 1 --steps 400").returncode == 0 and tree.checkpoint(SPRL_1) == 400
 
 
 @pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM", "SIGHUP"])
@@ -587,6 +604,13 @@ def test_slurm_splits_what_is_too_long_for_one_array(tree, tmp_path):
             run = subprocess.run(["bash", "-c", wrap], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": task})
             assert run.returncode == 0
     assert tree.started() == QUICK
+    tree.forget()
+    for size, code in (("0", 2), ("1", 2), ("(null)", 0)):
+        shutil.rmtree(tree.folder / "runs")
+        tree.write("../bin/scontrol", f'#!/bin/bash\necho "MaxArraySize            = {size}"\n')
+        result = tree("quick --steps 400 --slurm", env=env, timeout=30)
+        assert result.returncode == code and (f"MaxArraySize is {size}" in result.stderr) == bool(code)
+    assert tree("quick --steps 400 --task 1 --dry-run").returncode == 0 and tree.started() == []
 
 
 def slurm_missing():
