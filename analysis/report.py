@@ -618,6 +618,7 @@ function render() {
   const metric = D.metrics.find(m => m.id === state.metric).label, panels = $("panels"), figures = [];
   const tasks = [...state.tasks].sort((a, b) => a - b), methods = [...state.methods].sort((a, b) => a - b);
   const found = tasks.map(t => methods.map(m => curve(t, m)).filter(c => c));
+  $("curves-title").textContent = "Learning curves, " + metric;
   panels.className = state.matrix ? "panels wide" : "panels";
   panels.style.gridTemplateColumns = state.matrix ? `repeat(${tasks.length}, minmax(210px, 1fr))` : "";
   if (state.matrix) {
@@ -632,8 +633,8 @@ function render() {
     const height = tasks.length === 1 ? 360 : tasks.length < 4 ? 280 : 240, title = D.tasks[task].label;
     const scale = found[i].length ? range(found[i]) : null;
     const counts = [...new Set(found[i].map(c => c.seeds.length))].sort((a, b) => b - a).join(" or ");
-    const seeds = counts && `, ${counts} ${counts === "1" ? "seed" : "seeds"}`;
-    figures.push(panel(title, `${title}, ${metric}`, found[i], scale, height, metric + seeds));
+    const seeds = counts && counts + (counts === "1" ? " seed" : " seeds");
+    figures.push(panel(title, `${title}, ${metric}`, found[i], scale, height, seeds));
   });
   if (!figures.length) {
     const empty = document.createElement("p");
