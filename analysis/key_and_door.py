@@ -70,6 +70,7 @@ class Watched:
 def how_far(run):
     """Shares of the episodes with the key taken, the door opened, the goal reached, and of toggling in the actions."""
     watched = Watched(run.envs)
+    torch.manual_seed(run.world_seed)  # the same episodes whatever was played before
     play(watched, run.agent, run.script.stack_frames, run.args.stack_observations, run.quotas, run.world_seed)
     rows = [[row[1:] for row in watched.finished if row[0] == i][:quota] for i, quota in enumerate(run.quotas)]
     toggles = watched.actions[Actions.toggle] / watched.actions.sum()

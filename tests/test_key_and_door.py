@@ -129,8 +129,10 @@ def test_files(trained, tmp_path, capsys):
     assert {row["run"] for row in pairs} == {"SPRL, KeyDoors-7x7, seed 1"}  # PPO has no RNet
     assert {row["part"] for row in pairs} <= set(key_and_door.PARTS) and all(int(row["pairs"]) > 0 for row in pairs)
     assert (tmp_path / "new" / "key_and_door.png").stat().st_size > 10_000
-    key_and_door.main(Args((trained["ppo"],), episodes=1, out=str(tmp_path / "one")))  # none has an RNet
+    key_and_door.main(Args((trained["ppo"],), episodes=6, out=str(tmp_path / "one")))  # none has an RNet
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["key_and_door.csv"]
+    with open(tmp_path / "one" / "key_and_door.csv") as file:
+        assert list(csv.DictReader(file)) == agents[1:], "alone as beside another"
 
 
 def test_refusals(trained, tmp_path, capsys):
