@@ -87,7 +87,8 @@ class Tree:
 
     def start(self, flags, **kwargs):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        signals = (signal.SIGHUP, signal.SIGINT)  # the tests may run under nohup, or in the background
+        options["preexec_fn"] = lambda: [signal.signal(number, signal.SIG_DFL) for number in signals]
         process = subprocess.Popen(self.command(flags), **options | kwargs)
         self.started_processes.append(process)
         return process
