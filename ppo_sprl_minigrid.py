@@ -94,7 +94,7 @@ class Args:
 
 
 SHOWN = ("charts/episodic_return", "charts/success_rate", "sprl/cost_rate", "rnet/heldout_accuracy")  # on bar and curve
-MAY_BE_0 = ("seed", "stack_observations", "tolerance", "negative_bias", "rnet_start")  # other whole numbers: from 1
+LOWEST = {"seed": 0, "stack_observations": 0, "tolerance": 0, "negative_bias": 0, "rnet_start": 0, "cost_bias": -1000}
 HIGHEST = {"gamma": 1, "gae_lambda": 1, "label_smoothing": 1, "rnet_reliable_accuracy": 1, "cost_percentile": 100}
 
 
@@ -111,17 +111,17 @@ def parse_args(default):
             return tyro.cli(Args, default=default)
     except SystemExit as end:
         if end.code:  # not --help
-            lines = (line.strip("│╭╰─ ") for line in errors.getvalue().splitlines()[1:])
+            lines = (line.strip("│╭╮╰╯─ ") for line in errors.getvalue().splitlines()[1:])
             fail(" ".join(line for line in lines if line and not line.startswith("For full help")))
         raise
 
 
 def check_args(args):
-    """Refuses what cannot work, by name, before anything is built or written."""
+    """Refuses values outside LOWEST (or 1 for whole numbers, 0 for others) to HIGHEST before anything is built."""
     for name, value in vars(args).items():
         for number in value if isinstance(value, tuple) else (value,):
-            low, high = int(type(number) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
-            if isinstance(number, (int, float)) and name != "cost_bias" and not low <= number <= high:
+            low, high = LOWEST.get(name, int(type(number) is int)), HIGHEST.get(name, 2**31 - 1)
+            if isinstance(number, (int, float)) and not low <= number <= high:
                 fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
 
 
@@ -223,9 +223,10 @@ def make_envs(args):
 class GridCNN(nn.Module):
     """The paper's MiniGrid trunk: three 2x2 SAME convolutions of 16, 8, 8 channels with CReLU after each."""
 
-    def __init__(self, obs_shape, encoding):
+    def __init__(self, obs_shape, encoding, num_frames):
         super().__init__()
-        num_frames, width, height, _ = obs_shape
+        _, width, height, _ = obs_shape
+        self.num_frames = num_frames  # how many of the newest frames it sees
         self.encoding, codes = encoding, (11, 6, 4)  # object types, colours, states (a door's 3, the agent's 4)
         self.register_buffer("channel", torch.repeat_interleave(torch.arange(3), torch.tensor(codes)), persistent=False)
         self.register_buffer("code", torch.cat([torch.arange(n, dtype=torch.uint8) for n in codes]), persistent=False)
@@ -236,7 +237,7 @@ class GridCNN(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):  # (B, frames, W, H, 3) uint8
-        x = obs.movedim(1, 3)  # (B, W, H, frames, 3)
+        x = obs[:, -self.num_frames :].movedim(1, 3)  # (B, W, H, frames, 3)
         x = (x.index_select(-1, self.channel) == self.code).float() if self.encoding == "onehot" else x / 10
         x = x.flatten(3).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
         for conv in self.convs:
@@ -266,7 +267,7 @@ class Agent(nn.Module):
 
 
 def make_agent(envs, args):
-    trunk = GridCNN(envs.single_observation_space.shape, args.encoding)
+    trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
     network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
     return Agent(network, 512, int(envs.single_action_space.n))
 
@@ -291,7 +292,7 @@ class GridRNet(nn.Module):
 
     def __init__(self, obs_shape, encoding, hidden=256):
         super().__init__()
-        trunk = GridCNN((1, *obs_shape[1:]), encoding)
+        trunk = GridCNN(obs_shape, encoding, num_frames=1)
         self.branch = nn.Sequential(trunk, nn.Linear(trunk.out_features, 128), nn.ReLU())
         self.early = nn.Linear(128, hidden)
         self.late = nn.Linear(128, hidden, bias=False)
@@ -301,7 +302,7 @@ class GridRNet(nn.Module):
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(hidden, 1))
 
     def embed(self, obs):  # (B, frames, W, H, 3) uint8 -> (B, 2, hidden): as the early and as the late state of a pair
-        embedding = self.branch(obs[:, -1:])  # it sees the newest frame alone
+        embedding = self.branch(obs)
         return torch.stack([self.early(embedding), self.late(embedding)], 1)
 
     def compare(self, early, late):  # (..., hidden), (..., hidden) -> (...) logits
@@ -449,7 +450,7 @@ def plot_curve(history, title, path):
     figure.suptitle(title)
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
         steps, values = np.array([(row["step"] / 1000, row[name]) for row in history if name in row]).T
-        width = min(10, len(values))
+        width = min(10, 1 + len(values) // 5)
         axis.plot(steps, values, ".", alpha=0.3)
         axis.plot(steps[width - 1 :], np.convolve(values, np.ones(width) / width, "valid"))
         axis.set(title=name.split("/")[1].replace("_", " "), xlabel="thousand steps", ylim=(min(0, values.min()), None))
@@ -497,9 +498,9 @@ if __name__ == "__main__":
             for name, part in learned.items():
                 part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
-            fail(f"--resume {args.resume} does not fit these settings: {error!r:.100}")
+            fail(f"--resume {args.resume} does not fit these settings: {error!r:.200}")
     run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
-    run_dir = os.path.dirname(os.path.abspath(args.resume)) if checkpoint else f"runs/{run_name}"
+    run_dir = os.path.dirname(args.resume) or "." if checkpoint else f"runs/{run_name}"
     lock = lock_folder(run_dir, is_new=checkpoint is None)
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
@@ -694,6 +695,6 @@ if __name__ == "__main__":
         outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes, {run_dir}/curve.png"
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
     with contextlib.suppress(OSError):  # `| head` may have closed stdout
-        os.write(1, f"{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
+        os.write(1, f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
     if isinstance(end, OSError):
         sys.exit(f"error: {end}")

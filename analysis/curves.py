@@ -1,6 +1,7 @@
 """Learning curves over seeds: small CSV files from checkpoints, then a figure and a table from the CSV files.
 
     python analysis/curves.py export runs/*/agent.pt --out runs/results/mine    # one CSV per run
+    python analysis/curves.py export runs/*/agent.pt --script my_sprl.py --out runs/results/mine   # of your own script
     python analysis/curves.py figure runs/results/mine --rnet-accuracy          # curves.png, table.md, table.csv
 
 A CSV file keeps one run's charts with its command, commit and time, so figure and table can be rebuilt without the run.
@@ -18,9 +19,23 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import tyro
-from evaluate import fail, first_line, load_checkpoint, parse_args, written_whole
+from common import (
+    SCRIPTS,
+    check_ranges,
+    fail,
+    first_line,
+    load_checkpoint,
+    parse_args,
+    script_path,
+    write_csv,
+    written_whole,
+)
 
-COLUMNS = ("step", "return", "success", "length", "cost_rate", "rnet_accuracy")
+CHARTS = {  # a run's chart: the column of the CSV files
+    "charts/episodic_return": "return", "charts/success_rate": "success", "charts/episodic_length": "length",
+    "sprl/cost_rate": "cost_rate", "rnet/heldout_accuracy": "rnet_accuracy",
+}  # fmt: skip
+COLUMNS = ("step", *CHARTS.values())  # every file has them; bonuses and auxiliary losses follow by their charts' names
 COLOURS = {  # Okabe and Ito's, which the colour-blind tell apart; the order is the order of legends and tables
     "sprl": "#D55E00", "gt-sprl": "#009E73", "ppo": "#0072B2", "eco": "#CC79A7", "icm": "#E69F00",
     "gt-grid": "#56B4E9",
@@ -33,31 +48,27 @@ OTHERS, DASHES = ("#332288", "#117733", "#AA4499", "#999933", "#882255", "#44AA9
 class Export:
     """Write one CSV per checkpoint: <env>__<label>__s<seed>.csv"""
 
-    checkpoints: tyro.conf.Positional[tuple[str, ...]]
-    """paths of the agent.pt files"""
-    out: str
-    """folder of the CSV files, made if missing, e.g. runs/results/mine"""
-    label: str | None = None
-    """name of the method, letters, digits, dots and hyphens (default: by the run's script and settings)"""
+    checkpoints: tyro.conf.Positional[tuple[str, ...]]  # paths of the agent.pt files
+    out: str  # folder of the CSV files, made if missing, e.g. runs/results/mine
+    label: str | None = None  # the method: letters, digits, dots and hyphens (default: by the script and its settings)
+    script: str | None = None  # path of your own script, if the checkpoints are not of ours; it is not run
 
 
 @dataclass
 class Figure:
     """Draw curves.png and write table.md and table.csv beside the CSV files"""
 
-    folder: tyro.conf.Positional[str]
-    """folder of the CSV files"""
-    smooth: int = 5
-    """points of the running mean in the figure, of 200 along the x-axis; 1 is none; the tables are never smoothed"""
-    rnet_accuracy: bool = False
-    """if toggled, a second row shows the RNet's held-out accuracy, where a run has one"""
-    claim: str | None = None
-    """what the paper says of this figure, a line above the tables (default: the claim that table.md has, if any)"""
+    folder: tyro.conf.Positional[str]  # folder of the CSV files
+    smooth: int = 5  # points of the running mean in the figure, of 200; 1 is none; the tables are never smoothed
+    rnet_accuracy: bool = False  # a second row shows the RNet's held-out accuracy, where a run has one
+    claim: str | None = None  # what the paper says, a line above the tables (default: the claim that table.md has)
 
 
 # EXPORT ##############################################################################################################
 def method_label(script, args):
-    method = (script.removesuffix(".py").split("_") + [script])[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
+    if script not in SCRIPTS:  # a user's own method: my_sprl.py is my-sprl
+        return re.sub(r"[^A-Za-z0-9.-]", "-", script.removesuffix(".py"))
+    method = script.removesuffix(".py").split("_")[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
     if not args["cost_scale" if method == "sprl" else "bonus_scale"]:  # then the scripts call themselves ppo too
         return "ppo"
     if method != "sprl":
@@ -67,7 +78,7 @@ def method_label(script, args):
 
 def task_name(args):
     """The environment with DMLab's engine or Fetch's conditions, which make it another task: no mean mixes them."""
-    env_id = args["env_id"]
+    env_id = args["env_id"].rpartition(":")[2]  # without the module that registers it
     if env_id.startswith("explore_"):  # scores of DeepMind Lab's stand-in are not its own
         return f"{env_id}-{args.get('engine', '')}"
     if env_id.startswith("Fetch"):  # the paper's sparsity and noise studies
@@ -77,26 +88,30 @@ def task_name(args):
     return env_id
 
 
-def thin(history, most=400):
+def to_columns(history):
+    """A checkpoint's history in the names of the CSV files, without PPO's losses and the rest of the charts."""
+    kept = [{n: v for n, v in row.items() if n in CHARTS or not n.startswith(("charts/", "losses/", "rnet/"))}
+            for row in history]  # fmt: skip
+    return [{CHARTS.get(name, name): value for name, value in row.items()} for row in kept]
+
+
+def thin(rows, most=400):
     """Averages runs of consecutive rows so that at most `most` are left; like a single row, a group describes what led
     up to its last step."""
-    size = math.ceil(len(history) / most) or 1
-    rows = []
-    for start in range(0, len(history), size):
-        group = history[start : start + size]
-        columns = {name: [row[name] for row in group if name in row] for name in COLUMNS[1:]}
-        rows.append({"step": group[-1]["step"]} | {name: np.mean(found) for name, found in columns.items() if found})
-    return rows
+    size = math.ceil(len(rows) / most) or 1
+    thinned = []
+    for start in range(0, len(rows), size):
+        group, columns = rows[start : start + size], defaultdict(list)
+        for row in group:
+            for name, value in row.items():
+                columns[name].append(value)
+        thinned.append({name: float(np.mean(values)) for name, values in columns.items()} | {"step": group[-1]["step"]})
+    return thinned
 
 
-def write_run(path, history, comments):
-    rows = [{n: round(float(v), 4) for n, v in row.items()} | {"step": int(row["step"])} for row in thin(history)]
-    with written_whole(*os.path.split(path)) as (part,), open(part, "w", newline="", encoding="utf-8") as file:
-        for name, value in comments.items():
-            file.write(f"# {name}: {' '.join(str(value).split())}\n")
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def write_run(path, rows, comments):
+    with written_whole(*os.path.split(path)) as (part,):
+        write_csv(part, thin(rows), comments, COLUMNS)
 
 
 def export(args):
@@ -107,19 +122,18 @@ def export(args):
     os.makedirs(args.out, exist_ok=True)
     written = {}
     for source in args.checkpoints:
-        checkpoint = load_checkpoint(source, {"script": str, "args": dict, "history": list, "versions": dict})
+        checkpoint = load_checkpoint(source, {"script": str, "args": dict, "history": list})
         try:
-            label = args.label or method_label(checkpoint["script"], checkpoint["args"])
+            script = script_path(checkpoint, source, args.script).name
+            label = args.label or method_label(script, checkpoint["args"])
             name = f"{task_name(checkpoint['args'])}__{label}__s{checkpoint['args']['seed']}.csv"
             path = os.path.join(args.out, re.sub(r"[^\w.-]", "-", name))  # ids like ALE/Pong-v5 have a slash
             if path in written:
                 fail(f"{source} and {written[path]} would both become {path}; export them with different --label")
-            comments = {
-                "command": checkpoint["command"], "commit": checkpoint["versions"]["commit"],
-                "elapsed_s": round(checkpoint["elapsed"]),
-            }  # fmt: skip
-            write_run(path, checkpoint["history"], comments)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            seconds = checkpoint["global_step"] / checkpoint["history"][-1]["charts/SPS"]  # a resumed run's: about
+            comments = {"command": checkpoint["command"], "commit": checkpoint["commit"], "elapsed_s": round(seconds)}
+            write_run(path, to_columns(checkpoint["history"]), comments)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             fail(f"{source} is not a checkpoint of a training ({first_line(error)})")
         written[path] = source
         print(f"{path}: {len(checkpoint['history'])} rows")
@@ -133,7 +147,7 @@ def read_run(path):
         comments = dict(line[2:].split(": ", 1) for line in lines if line.startswith("# "))
         header, *rows = csv.reader(line for line in lines if not line.startswith("#"))
         table = np.array([[float(cell or "nan") for cell in row] for row in rows])
-        run = {name: table[:, header.index(name)] for name in COLUMNS}
+        run = {name: table[:, header.index(name)] for name in dict.fromkeys([*COLUMNS, *header])}
     except (OSError, ValueError, IndexError) as error:
         fail(f"{path} is not a file that export wrote ({first_line(error)})")
     if not (np.diff(run["step"]) > 0).all() or np.isnan(run["step"]).any() or np.isnan(run["return"]).all():
@@ -182,9 +196,10 @@ def method_styles(methods):
 
 
 def points(run, name):
-    """Steps and values of the rows in which the column is not blank."""
-    found = ~np.isnan(run[name])
-    return run["step"][found], run[name][found]
+    """Steps and values of the rows in which the column is not blank; none if the run has no such column."""
+    values = run.get(name, np.full(len(run["step"]), np.nan))
+    found = ~np.isnan(values)
+    return run["step"][found], values[found]
 
 
 def mean_and_error(values):
@@ -266,13 +281,7 @@ def read_claim(folder):
 
 
 def write_table(rows, folder, claim=""):
-    with open(os.path.join(folder, "table.csv"), "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            floats = {name: float(value) for name, value in row.items() if isinstance(value, float)}
-            writer.writerow(row | {name: "" if np.isnan(value) else round(value, 4) for name, value in floats.items()})
-
+    write_csv(os.path.join(folder, "table.csv"), rows)
     lines = [
         "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
         "curve divided by its length. ± is the standard error over seeds."
@@ -351,19 +360,24 @@ def draw(runs, path, smooth, rnet_accuracy):
                 axis.set_xlabel("environment steps" + note)
     methods = sorted(shown, key=list(styles).index)
     texts = [method_name(method) for method in methods]
-    ncols = max(
-        1, min(len(texts), int(size[0] / (0.6 + 0.075 * max(map(len, texts), default=0))))
-    )  # that fit, in inches
+    ncols = int(size[0] / (0.6 + 0.075 * max(map(len, texts), default=0)))  # that fit, in inches
     lines = [plt.Line2D([], [], linewidth=1.8, color=c, linestyle=d) for c, d in map(styles.get, methods)]
     title = "mean and standard error over seeds" + "; thin: one seed" * thin_lines if most > 1 else None
-    figure.legend(lines, texts, loc="outside lower center", ncols=ncols, frameon=False, title=title, title_fontsize=8)
+    figure.legend(
+        lines,
+        texts,
+        loc="outside lower center",
+        ncols=max(1, min(len(texts), ncols)),
+        frameon=False,
+        title=title,
+        title_fontsize=8,
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def figure(args):
-    if args.smooth < 1:
-        fail(f"--smooth {args.smooth} is out of range, accepted: 1 or more")
+    check_ranges(args, smooth=(1, math.inf))
     runs = read_folder(args.folder)
     write_table(make_table(runs), args.folder, read_claim(args.folder) if args.claim is None else args.claim)
     every_run = [run for by_method in runs.values() for seeds in by_method.values() for run in seeds]
@@ -378,7 +392,8 @@ def main(args):
     except OSError as error:  # no permission, full disk, a file where a folder should be
         fail(first_line(error))
     except KeyboardInterrupt:
-        sys.exit(print("stopped", file=sys.stderr) or 130)
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ states in pairs. On a shortest way two states that lie g steps apart are exactly
 few pairs near once g is beyond k, in every part of the way alike.
 """
 
-import csv
+import os
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,8 +17,9 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
+from common import check_ranges, fail, load_rnet, load_run, parse_args, write_csv, written_whole
 from curves import method_label, method_name, short_name
-from evaluate import fail, first_line, load_run, parse_args, play, written_whole
+from evaluate import play
 from minigrid.core.actions import Actions
 from minigrid.core.constants import DIR_TO_VEC
 from minigrid.core.world_object import Door, Goal, Key
@@ -30,14 +31,11 @@ GAPS = range(3, 11)
 
 @dataclass
 class Args:
-    checkpoints: tyro.conf.Positional[tuple[str, ...]]
-    """paths of agent.pt files of trainings on MiniGrid-KeyDoors-7x7-v0 or 11x11"""
-    episodes: int = 150
-    """episodes that an agent plays, and shortest ways that its RNet judges, 1 to 100000"""
-    seed: int = 1
-    """seed of the layouts and of the sampled actions, at least 0; never the layouts a training with it begins with"""
-    out: str = "runs/results/key_and_door"
-    """folder of key_and_door.csv, pairs.csv and key_and_door.png, made if missing"""
+    checkpoints: tyro.conf.Positional[tuple[str, ...]]  # agent.pt files of MiniGrid-KeyDoors-7x7-v0 or 11x11
+    script: str | None = None  # path of your own script, if the checkpoints are not of ours
+    episodes: int = 150  # episodes that an agent plays, and shortest ways that its RNet judges, 1 to 100000
+    seed: int = 1  # of the layouts and the sampled actions, at least 0; never the layouts a training begins with
+    out: str = "runs/results/key_and_door"  # folder of key_and_door.csv, pairs.csv and key_and_door.png
 
 
 # THE AGENT ###########################################################################################################
@@ -71,7 +69,7 @@ def how_far(run):
     """Shares of the episodes with the key taken, the door opened, the goal reached, and of toggling in the actions."""
     watched = Watched(run.envs)
     torch.manual_seed(run.world_seed)  # the same episodes whatever was played before
-    play(watched, run.agent, run.script.stack_frames, run.args.stack_observations, run.quotas, run.world_seed)
+    play(watched, run.agent, run.quotas, run.world_seed)
     rows = [[row[1:] for row in watched.finished if row[0] == i][:quota] for i, quota in enumerate(run.quotas)]
     toggles = watched.actions[Actions.toggle] / watched.actions.sum()
     return dict(zip(("key", "door", "goal", "toggles"), [*np.concatenate(rows).mean(0), toggles]))
@@ -119,34 +117,15 @@ def shortest_way(world, seed):
 
 def judge_pairs(script, rnet, frames, parts):
     """[(part, gap, whether the RNet calls the pair near), ...] of all pairs in one part that lie one of GAPS apart."""
-    frames, rows = torch.from_numpy(frames).unsqueeze(1), torch.arange(len(frames))  # (T, 1, ...): one environment
-    with torch.inference_mode():
-        embeddings = script.embed_frames(rnet.embed, frames, rows.unsqueeze(1), rows, rnet.m).flatten(0, 1)
-        pairs = [(i, i + gap) for gap in GAPS for i in range(len(parts) - gap) if parts[i] == parts[i + gap]]
-        if not pairs:
-            return []
-        early, late = torch.tensor(pairs).T
-        near = script.compare_pairs(rnet, embeddings, early, late).sigmoid() > 0.5
-    return [(int(parts[i]), j - i, bool(judged)) for (i, j), judged in zip(pairs, near)]
-
-
-def load_rnet(run, path):
-    try:
-        rnet = run.script.make_rnet(run.envs, run.args).eval()
-        rnet.load_state_dict(run.checkpoint["rnet"])
-        return rnet
-    except Exception as error:
-        fail(f"{path} does not fit today's {run.checkpoint['script']} ({first_line(error)})")
+    pairs = [(i, i + gap) for gap in GAPS for i in range(len(parts) - gap) if parts[i] == parts[i + gap]]
+    if not pairs:
+        return []
+    embeddings = script.embed_all(rnet, torch.from_numpy(frames)[:, None, None])  # of one environment and one frame
+    near = script.compare_all(rnet, embeddings, *torch.tensor(pairs).T) > 0
+    return [(int(parts[i]), j - i, judged) for (i, j), judged in zip(pairs, near.tolist())]
 
 
 # TABLE AND FIGURE ####################################################################################################
-def write_csv(rows, path):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({n: f"{v:.4f}" if isinstance(v, float) else v for n, v in row.items()} for row in rows)
-
-
 def draw(rows, episodes, path):
     """A panel per RNet: the share of pairs that it calls near against how far apart they are, a line per part."""
     matplotlib.use("Agg")
@@ -179,20 +158,18 @@ def draw(rows, episodes, path):
 def main(args):
     if not args.checkpoints:
         fail("no checkpoint given, accepted: one or more agent.pt files")
-    if not 1 <= args.episodes <= 100_000:
-        fail(f"--episodes {args.episodes} is out of range, accepted: 1 to 100000")
-    if args.seed < 0:
-        fail(f"--seed {args.seed} is out of range, accepted: 0 or more")
-    runs = {path: load_run(path, args.episodes, args.seed) for path in args.checkpoints}
+    check_ranges(args, episodes=(1, 100_000), seed=(0, float("inf")))
+    runs = {path: load_run(path, args.episodes, args.seed, args.script) for path in args.checkpoints}
     for path, run in runs.items():
         if not isinstance(getattr(run.envs, "worlds", [None])[0], DoorKeyEnv):
             fail(f"{path} plays {run.args.env_id}, accepted: agents on MiniGrid-KeyDoors-7x7-v0 or 11x11")
     rnets = {path: load_rnet(run, path) for path, run in runs.items() if "rnet" in run.checkpoint}
     agents, pairs = [], []
-    with written_whole(args.out, "key_and_door.csv", *["pairs.csv", "key_and_door.png"] * bool(rnets)) as files:
+    names = ["key_and_door.csv", "pairs.csv", "key_and_door.png"] if rnets else ["key_and_door.csv"]
+    with written_whole(args.out, *names) as files:
         for path, run in runs.items():
             settings = run.checkpoint["args"]
-            method = method_name(method_label(run.checkpoint["script"], settings))
+            method = method_name(method_label(os.path.basename(run.script.__file__), settings))
             name = f"{method}, {short_name(settings['env_id'])}, seed {settings['seed']}"
             if name in {row["run"] for row in agents}:
                 name += f" ({len(agents) + 1})"
@@ -206,9 +183,9 @@ def main(args):
                 near = [judgement for *where, judgement in found if tuple(where) == place]
                 row = {"run": name, "part": list(PARTS)[place[0]], "gap": place[1], "pairs": len(near)}
                 pairs.append(row | {"near": float(np.mean(near))})
-        write_csv(agents, files[0])
+        write_csv(files[0], agents)
         if rnets:
-            write_csv(pairs, files[1])
+            write_csv(files[1], pairs)
             draw(pairs, args.episodes, files[2])
 
 

@@ -3,6 +3,7 @@
     python analysis/trajectories.py runs/<name>/agent.pt                       # runs/<name>/trajectories.png
     python analysis/trajectories.py runs/<name>/agent.pt --seed 2 --episodes 500 --out pictures
     python analysis/trajectories.py runs/<ppo>/agent.pt --judge runs/<sprl>/agent.pt     # PPO's, by the RNet of SPRL
+    python analysis/trajectories.py runs/<name>/agent.pt --script my_sprl.py             # of your own script
 
 Plays episodes on fresh layouts and asks for the k-SP cost of every step: of the checkpoint's own reachability network
 (RNet) or another one's, on MiniGrid without any of the true reachability. The figure shows trajectories of the quarter
@@ -12,11 +13,9 @@ cost little merely for being short, and a trajectory without others is left out.
 time passes; it is shaken a little, so that what overlaps is seen and turning in place becomes a scribble.
 
 On MiniGrid a trajectory is an episode, on its own map, for every episode has another layout. On Montezuma's Revenge it
-is 60 steps, as in the paper, over the picture they begin with. Another domain adds a line to VIEWS: where its agents
-are, what to draw below the path, into how many steps an episode is cut, and its name.
+is 60 steps, as in the paper, over the picture they begin with. Another domain adds a line to VIEWS.
 """
 
-import csv
 import os
 from dataclasses import dataclass, field
 
@@ -24,53 +23,73 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
-from evaluate import fail, first_line, load_run, load_script, parse_args, play, summary, written_whole
+from common import (
+    ROOT,
+    check_ranges,
+    fail,
+    load_rnet,
+    load_run,
+    load_script,
+    parse_args,
+    write_csv,
+    written_whole,
+)
+from evaluate import play, summary
+from minigrid.minigrid_env import MiniGridEnv
+from oracle import Oracle
 from tqdm import tqdm
 
-SPRL = "ppo_sprl_minigrid.py"  # has the cost and the oracle, and the settings of the cost where a checkpoint has none
+SPRL = ROOT / "ppo_sprl_minigrid.py"  # has the cost, and its settings, where a checkpoint's script has none
 TILE, COLUMNS, ROWS = 16, 4, 3  # pixels of a grid square; maps per quarter
 
 
 @dataclass
 class Args:
-    checkpoint: tyro.conf.Positional[str]
-    """path of the agent.pt that a training wrote"""
-    episodes: int = 200
-    """episodes to play, 4 to 100000"""
-    seed: int = 1
-    """seed of the layouts and of the sampled actions, at least 0"""
-    out: str | None = None
-    """folder of trajectories.csv and trajectories.png, made if missing (default: the checkpoint's)"""
-    judge: str | None = None
-    """path of an agent.pt of the same domain whose RNet tells the cost (default: the checkpoint itself)"""
+    checkpoint: tyro.conf.Positional[str]  # path of the agent.pt that a training wrote
+    script: str | None = None  # path of your own script, if the checkpoint is not of one of ours
+    episodes: int = 200  # episodes to play, 4 to 100000
+    seed: int = 1  # of the layouts and of the sampled actions, at least 0
+    out: str | None = None  # folder of trajectories.csv and trajectories.png (default: the checkpoint's)
+    judge: str | None = None  # an agent.pt of the same domain whose RNet tells the cost (default: the checkpoint)
+    judge_script: str | None = None  # path of your own script, if the judge is not of one of ours
 
 
 # DOMAINS #############################################################################################################
-def grid_positions(envs):
+def grid_places(positions):
     """Where the agents are, (N, 2), in pixels of the background."""
-    return (envs.positions() + 0.5) * TILE - 0.5
+    return (positions + 0.5) * TILE - 0.5
 
 
-def grid_background(envs, i):
+def grid_background(envs, obs, i):
     """Environment i's map without its agent, an image."""
     return envs.worlds[i].grid.render(TILE, agent_pos=(-1, -1))
 
 
-def screen_positions(envs):
+def screen_places(positions):
     """Montezuma's Revenge: the figure's middle on the 84x84 screen, 160x210 in the game, where y grows upwards."""
-    x, y = envs.positions().T
+    x, y = positions.T
     return np.stack([(x % 256 + 2) / 160 * 84, (317 - y) / 210 * 84], 1)
 
 
-def screen_background(envs, i):
+def screen_background(envs, obs, i):
     """The game's picture as the agent saw it, grey as RGB."""
-    return envs.frames[i].repeat(3, 2)
+    return grey_picture(obs[i])
 
 
-VIEWS = {  # by the class of the environments; the steps of a trajectory, where it is not the whole episode, and a name
-    "GridWorlds": (grid_positions, grid_background, None, "MiniGrid"),
-    "AtariGames": (screen_positions, screen_background, 60, "Montezuma's Revenge"),
+def grey_picture(obs):  # (frames, 84, 84)
+    return obs[-1, :, :, None].repeat(3, 2)
+
+
+VIEWS = {  # where agents are, what lies below their path, the steps of a trajectory if it is not the whole episode
+    "MiniGrid": (grid_places, grid_background, None),
+    "Montezuma's Revenge": (screen_places, screen_background, 60),
 }
+
+
+def find_domain(run):
+    if isinstance(getattr(run.envs, "worlds", [None])[0], MiniGridEnv):
+        return "MiniGrid"
+    return "Montezuma's Revenge" if run.args.env_id.startswith("MontezumaRevenge") else None
 
 
 # PLAY ################################################################################################################
@@ -89,19 +108,19 @@ class Episode:
 class Recorder:
     """Environments that keep what they show. Where the episode was over, a step begins the next one (NEXT_STEP)."""
 
-    def __init__(self, envs, positions, background, observe=None):
-        self.envs, self.positions, self.background, self.observe = envs, positions, background, observe
+    def __init__(self, envs, to_places, background, observe=None):
+        self.envs, self.to_places, self.background, self.observe = envs, to_places, background, observe
         self.finished = []
 
     def __getattr__(self, name):
         return getattr(self.envs, name)
 
-    def _note(self, obs, begins, rewards=None):
-        places = self.positions(self.envs)
+    def note(self, obs, info, begins, rewards=None):
+        places = self.to_places(info["position"])
         states = self.observe() if self.observe else np.zeros(self.envs.num_envs, int)
         for i in range(self.envs.num_envs):
             if begins[i]:
-                self.running[i] = Episode(i, self.background(self.envs, i))
+                self.running[i] = Episode(i, self.background(self.envs, obs, i))
             else:
                 self.running[i].rewards.append(float(rewards[i]))
             self.running[i].frames.append(np.copy(obs[i]))
@@ -111,12 +130,12 @@ class Recorder:
     def reset(self, **kwargs):
         obs, info = self.envs.reset(**kwargs)
         self.running, self.done = [None] * self.envs.num_envs, np.zeros(self.envs.num_envs, bool)
-        self._note(obs, ~self.done)
+        self.note(obs, info, ~self.done)
         return obs, info
 
     def step(self, actions):
         obs, rewards, terminations, truncations, info = self.envs.step(actions)
-        self._note(obs, self.done, rewards)
+        self.note(obs, info, self.done, rewards)
         self.done = terminations | truncations
         self.finished += [self.running[i] for i in np.flatnonzero(self.done)]
         return obs, rewards, terminations, truncations, info
@@ -133,38 +152,34 @@ def first_episodes(finished, quotas):
 
 
 # COST ################################################################################################################
-def segment_ages(rewards):
-    """Steps (T + 1,) since each frame's segment began: at the episode's start, or at the last non-zero reward."""
-    ages = [0]
+def count_segment_steps(rewards):
+    """Steps (T + 1,) since each state's segment began: at the episode's start, or at the last non-zero reward."""
+    steps = [0]
     for reward in rewards:
-        ages.append(ages[-1] + 1 if reward == 0 else 0)
-    return np.array(ages)
+        steps.append(steps[-1] + 1 if reward == 0 else 0)
+    return np.array(steps)
 
 
-def first_cost(k, tolerance, num_tolerance_samples, q):
-    """The least age that can have a cost: the percentile passes 0.5 if enough older states are there."""
-    n = np.arange(1, num_tolerance_samples + 1)
-    needed = next(i for i in n if np.percentile((n <= i).astype(float), q) > 0.5)
-    return k + tolerance * needed
+def first_cost(gaps, percentile):
+    """The fewest steps in a segment that can cost: the percentile passes 0.5 once enough older states are there."""
+    return next(int(gap) for gap in gaps if np.percentile((gaps <= gap).astype(float), percentile) > 0.5)
 
 
-def step_costs(episode, sprl, judge, settings, embed_frames=None):
+def step_costs(episode, sprl, judge, gaps, percentile):
     """The k-SP cost (T,) of the episode's steps by the script's own ksp_cost; the judge is an RNet or the oracle."""
-    ages = segment_ages(episode.rewards)[1:, None]
-    if ages.max() < first_cost(*settings):  # and perhaps too short for any pair
-        return np.zeros(len(ages))
-    if embed_frames:
-        frames = torch.from_numpy(np.stack(episode.frames)).unsqueeze(1)  # (T + 1, 1, ...): one environment
-        rows = torch.arange(len(frames))
-        embeddings = embed_frames(judge.embed, frames, rows.unsqueeze(1), rows, judge.m)
+    segment_steps = count_segment_steps(episode.rewards)[1:, None]
+    if segment_steps.max() < first_cost(gaps, percentile):  # and perhaps too short for any pair
+        return np.zeros(len(segment_steps))
+    if isinstance(judge, torch.nn.Module):
+        embeddings = sprl.embed_all(judge, torch.from_numpy(np.stack(episode.frames)).unsqueeze(1))  # (T + 1, 1, 2, ..)
     else:
         embeddings = torch.tensor(episode.states)[:, None, None, None].expand(-1, -1, 2, -1)
-    return sprl.ksp_cost(judge, embeddings, ages, *settings).squeeze(1).numpy()
+    return sprl.ksp_cost(judge, embeddings, segment_steps, gaps, percentile).squeeze(1).numpy()
 
 
 def possible_costs(episode, costs, first):
     """The costs (T,), NaN at the steps that cannot have one because their segment began less than `first` steps ago."""
-    return np.where(segment_ages(episode.rewards)[1:] >= first, costs, np.nan)
+    return np.where(count_segment_steps(episode.rewards)[1:] >= first, costs, np.nan)
 
 
 def quarters(costs):
@@ -184,7 +199,7 @@ def cut(episode, costs, steps):
     for start in range(0, len(costs) - steps + 1, steps):
         part, after = slice(start, start + steps), slice(start, start + steps + 1)
         frames = episode.frames[after]
-        background, places, states = frames[0].repeat(3, 2), episode.places[after], episode.states[after]
+        background, places, states = grey_picture(frames[0]), episode.places[after], episode.states[after]
         rewards = episode.rewards[part]
         yield Episode(episode.env, background, frames, places, states, rewards, episode.number, start), costs[part]
 
@@ -236,62 +251,57 @@ def draw(episodes, costs, title, judge_name, first, path):
     plt.close(figure)
 
 
-def write_costs(episodes, costs, path):
+def table_rows(episodes, costs):
     low, high = quarters(costs)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("episode", "start", "return", "steps", "cost_per_step", "quarter"))
-        for i, episode in enumerate(episodes):
-            quarter = "lowest" if i in low else "highest" if i in high else ""
-            total, steps = f"{sum(episode.rewards):.4f}", len(episode.rewards)
-            writer.writerow((episode.number, episode.start, total, steps, f"{costs[i]:.4f}", quarter))
+    rows = []
+    for i, episode in enumerate(episodes):
+        row = {"episode": episode.number, "start": episode.start, "return": sum(episode.rewards)}
+        row |= {"steps": len(episode.rewards), "cost_per_step": costs[i]}
+        rows.append(row | {"quarter": "lowest" if i in low else "highest" if i in high else ""})
+    return rows
+
+
+def choose_judge(run, judges, source, sprl, k):
+    """Whom to ask for the cost, its name, and how to number the states if it is the oracle."""
+    is_other, domain = judges is not run, find_domain(run)
+    if "rnet" in judges.checkpoint:
+        name = f"{'another' if is_other else 'the'} checkpoint's RNet"
+        accuracies = judges.checkpoint.get("rnet_accuracies", [1.0])
+        least = getattr(judges.args, "rnet_reliable_accuracy", sprl.Args.rnet_reliable_accuracy)
+        if not np.mean(accuracies) > least:
+            name += ", which its training did not trust yet"
+        return load_rnet(judges, source, run.envs), name, None
+    if is_other or domain != "MiniGrid":
+        fail(f"{source} has no RNet to tell the cost, accepted: with --judge an agent.pt of SPRL or ECO on {domain}")
+    oracle = Oracle(run.envs, k - 1)
+    return oracle, "the true reachability (the checkpoint has no RNet)", oracle.observe
 
 
 def main(args):
-    if not 4 <= args.episodes <= 100_000:
-        fail(f"--episodes {args.episodes} is out of range, accepted: 4 to 100000")
-    if args.seed < 0:
-        fail(f"--seed {args.seed} is out of range, accepted: 0 or more")
-    run = load_run(args.checkpoint, args.episodes, args.seed)
-    checkpoint, script, run_args, envs = run.checkpoint, run.script, run.args, run.envs
-    if type(envs).__name__ not in VIEWS:
-        accepted = " and ".join(domain for *_, domain in VIEWS.values())
-        fail(f"{args.checkpoint} plays {run_args.env_id}, accepted: agents of {accepted}")
-    *view, length, domain = VIEWS[type(envs).__name__]
-    judges = load_run(args.judge, args.episodes, args.seed) if args.judge else run
-    if type(judges.envs).__name__ != type(envs).__name__:  # scripts have copies of one class
+    check_ranges(args, episodes=(4, 100_000), seed=(0, float("inf")))
+    run = load_run(args.checkpoint, args.episodes, args.seed, args.script)
+    domain = find_domain(run)
+    if domain not in VIEWS:
+        fail(f"{args.checkpoint} plays {run.args.env_id}, accepted: agents of {' and '.join(VIEWS)}")
+    *view, length = VIEWS[domain]
+    judges = load_run(args.judge, args.episodes, args.seed, args.judge_script) if args.judge else run
+    if find_domain(judges) != domain:
         fail(f"--judge {args.judge} plays {judges.args.env_id}, accepted: a checkpoint of {domain}")
-    sprl = judges.script if hasattr(judges.script, "ksp_cost") else load_script(SPRL, args.checkpoint)
-
+    sprl = judges.script if hasattr(judges.script, "ksp_cost") else load_script(SPRL)
     names = ("k", "tolerance", "num_tolerance_samples", "cost_percentile")
-    settings = [getattr(judges.args, name, getattr(sprl.Args, name)) for name in names]
-    source = args.judge or args.checkpoint
-    if "rnet" in judges.checkpoint:
-        try:
-            judge = judges.script.make_rnet(envs, judges.args).eval()
-            judge.load_state_dict(judges.checkpoint["rnet"])
-        except Exception as error:
-            fail(f"{source} does not fit today's {judges.checkpoint['script']} ({first_line(error)})")
-        observe, judge_name = None, f"{'another' if args.judge else 'the'} checkpoint's RNet"
-        if not judges.checkpoint.get("schedule", {}).get("ready", True):
-            judge_name += ", which its training did not trust yet"
-    elif args.judge or not hasattr(envs, "worlds"):
-        fail(f"{source} has no RNet to tell the cost, accepted: with --judge an agent.pt of SPRL or ECO on {domain}")
-    else:
-        judge = sprl.Oracle(envs.worlds, settings[0] - 1)
-        observe, judge_name = judge.observe, "the true reachability (the checkpoint has no RNet)"
-    judge_name += f", k = {settings[0]}, Dt = {settings[1]}, N = {settings[2]}, percentile {settings[3]:g}"
+    k, tolerance, num_samples, percentile = (getattr(judges.args, name, getattr(sprl.Args, name)) for name in names)
+    gaps = k + tolerance * np.arange(1, num_samples + 1)
+    judge, judge_name, observe = choose_judge(run, judges, args.judge or args.checkpoint, sprl, k)
+    judge_name += f", k = {k}, Dt = {tolerance}, N = {num_samples}, percentile {percentile:g}"
     out = args.out or os.path.dirname(args.checkpoint) or "."
     with written_whole(out, "trajectories.csv", "trajectories.png") as (table, picture):
-        recorder = Recorder(envs, *view, observe)
-        played = play(recorder, run.agent, script.stack_frames, run_args.stack_observations, run.quotas, run.world_seed)
+        recorder = Recorder(run.envs, *view, observe)
+        played = play(recorder, run.agent, run.quotas, run.world_seed)
         episodes = first_episodes(recorder.finished, run.quotas)
-        embed_frames, first = None if observe else judges.script.embed_frames, first_cost(*settings)
-        costs = []
+        first, costs = first_cost(gaps, percentile), []
         for number, episode in enumerate(tqdm(episodes, "costs")):
             episode.number = number
-            with torch.inference_mode():
-                found = step_costs(episode, sprl, judge, settings, embed_frames)
+            found = step_costs(episode, sprl, judge, gaps, percentile)
             costs.append(possible_costs(episode, found, first))
         if length:
             parts = [part for pair in zip(episodes, costs) for part in cut(*pair, length)]
@@ -300,13 +310,14 @@ def main(args):
         if len(able) < 4:
             fail(f"--episodes {args.episodes} gave {len(able)} trajectories with a cost to tell, accepted: more")
         episodes, costs = [episodes[i] for i in able], np.array([np.nanmean(costs[i]) for i in able])
-        title = f"{checkpoint['script']}, {run_args.env_id}, {checkpoint.get('global_step', 0):,} steps of training; "
-        title += f"{len(episodes)} of {every} " if len(able) < every else f"{every} "
+        steps = run.checkpoint.get("global_step", 0)
+        title = f"{os.path.basename(run.script.__file__)}, {run.args.env_id}, {steps:,} steps of training; "
+        title += f"{len(able)} of {every} " if len(able) < every else f"{every} "
         title += f"trajectories of {length} steps" if length else "episodes"
         title += " (the others cannot cost)" if len(able) < every else ""
         title += ", an even spread of each quarter."
         title += "" if length else " Green: the goal."
-        write_costs(episodes, costs, table)
+        write_csv(table, table_rows(episodes, costs))
         draw(episodes, costs, title, judge_name, first, picture)
     print(summary(*list(zip(*played))[1:], args.seed))
     print(f"k-SP cost per step by {judge_name}: {costs.mean():.3f}")

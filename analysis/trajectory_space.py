@@ -18,15 +18,14 @@ searched all trajectories breadth-first; we merge histories, which is exact as w
 tolerance Dt = 2" leave 24 of 268M: here k = 3 leaves 20 trajectories for Dt = 0, but 16,100 for Dt = 2.
 """
 
-import csv
-import os
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
 import matplotlib
-from evaluate import fail, parse_args
+import numpy as np
+from common import check_ranges, parse_args, shortest_distances, write_csv, written_whole
 from tqdm import tqdm
 
 LAYOUTS = {  # S start, G goal, # wall; all beyond the edge is wall
@@ -37,16 +36,11 @@ LAYOUTS = {  # S start, G goal, # wall; all beyond the edge is wall
 
 @dataclass
 class Args:
-    layout: Literal["walled", "open"] = "walled"
-    """four-rooms map: 7x7 with its outer wall (20 squares, as in MiniGrid), or 7x7 without one (40 squares)"""
-    horizon: int = 14
-    """length of the action sequences, 1 to 16 (paper: 14)"""
-    max_k: int = 7
-    """count for k = 1..max_k, 1 to 16"""
-    max_tolerance: int = 5
-    """count for tolerances Dt = 0..max_tolerance, 0 to 16"""
-    out: str = "runs/results/trajectory_space"
-    """folder of trajectory_space.csv and trajectory_space.png, made if missing"""
+    layout: Literal["walled", "open"] = "walled"  # 7x7 with its outer wall (20 squares, as MiniGrid), or without (40)
+    horizon: int = 14  # length of the action sequences, 1 to 16 (paper: 14)
+    max_k: int = 7  # count for k = 1..max_k, 1 to 16
+    max_tolerance: int = 5  # count for tolerances Dt = 0..max_tolerance, 0 to 16
+    out: str = "runs/results/trajectory_space"  # folder of trajectory_space.csv and .png, made if missing
 
 
 # WORLD ###############################################################################################################
@@ -61,19 +55,13 @@ def read_layout(rows):
     return where["S"], where["G"], moves
 
 
-def shortest_distances(moves, goal):
+def square_distances(moves, goal):
     """{from: {to: steps}} over paths on which only the last square may be the goal (D_nr: no reward on the way)."""
-    distances = {}
-    for source in moves:
-        found, queue = {source: 0}, deque([source])
-        while queue:
-            square = queue.popleft()
-            for neighbour in moves[square] if square != goal else ():
-                if neighbour not in found:
-                    found[neighbour] = found[square] + 1
-                    queue.append(neighbour)
-        distances[source] = found
-    return distances
+    squares = list(moves)
+    nexts = [[squares.index(to) for to in moves[square].elements()] for square in squares]
+    nexts[squares.index(goal)] = 4 * [squares.index(goal)]  # no path goes on from it
+    distances = shortest_distances(np.array(nexts), np.zeros((len(squares), 4), bool))
+    return {square: dict(zip(squares, row)) for square, row in zip(squares, distances.tolist())}
 
 
 # COUNT ###############################################################################################################
@@ -149,30 +137,27 @@ def draw(args, start, goal, moves, counts, path):
         f"to the goal or the horizon, each counted once; as a share of all $4^{{{args.horizon}}}$ sequences too."
     )
     figure.supxlabel(caption, fontsize=8.5, x=0.02, ha="left")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
     plt.close(figure)
 
 
 def main(args):
-    for name, low, high in (("horizon", 1, 16), ("max_k", 1, 16), ("max_tolerance", 0, 16)):
-        if not low <= getattr(args, name) <= high:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} is out of range, accepted: {low} to {high}")
+    check_ranges(args, horizon=(1, 16), max_k=(1, 16), max_tolerance=(0, 16))
     start, goal, moves = read_layout(LAYOUTS[args.layout])
-    distances = shortest_distances(moves, goal)
+    distances = square_distances(moves, goal)
     pairs = list(product(range(1, args.max_k + 1), range(args.max_tolerance + 1)))
-    try:
-        os.makedirs(args.out, exist_ok=True)
+    with written_whole(args.out, "trajectory_space.csv", "trajectory_space.png") as (table, picture):
         counts = {
             (k, tolerance): count(start, goal, moves, distances, k, tolerance, args.horizon)
             for k, tolerance in tqdm(pairs, desc="(k, Dt)", leave=False)
         }
-        with open(os.path.join(args.out, "trajectory_space.csv"), "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("k", "tolerance", "sequences", "share", "trajectories"))
-            writer.writerows((*pair, n, f"{n / 4**args.horizon:.6g}", m) for pair, (n, m) in counts.items())
-        draw(args, start, goal, moves, counts, os.path.join(args.out, "trajectory_space.png"))
-    except OSError as error:  # no permission, full disk, a file where a folder should be
-        fail(f"{type(error).__name__}: {error}")
+        rows = []
+        for (k, tolerance), (sequences, trajectories) in counts.items():
+            share = f"{sequences / 4**args.horizon:.6g}"
+            row = {"k": k, "tolerance": tolerance, "sequences": sequences, "share": share}
+            rows.append(row | {"trajectories": trajectories})
+        write_csv(table, rows)
+        draw(args, start, goal, moves, counts, picture)
     print("\n".join(LAYOUTS[args.layout]))
     steps = distances[start][goal]
     print(f"start {start}, goal {goal} as (x, y), {steps} steps apart; {len(moves)} squares, horizon {args.horizon}")

@@ -21,12 +21,22 @@ give its layout, nor how many squares are rewarding, nor how many episodes it co
 opposite the start.
 """
 
-import csv
 from dataclasses import dataclass
 
+import gymnasium as gym
 import matplotlib
 import numpy as np
-from evaluate import fail, load_script, parse_args, written_whole
+import torch
+import worlds  # noqa: F401, registers NineRooms
+from common import (
+    ROOT,
+    check_ranges,
+    load_script,
+    parse_args,
+    shortest_distances,
+    write_csv,
+    written_whole,
+)
 from minigrid.minigrid_env import MiniGridEnv
 from tqdm import tqdm
 
@@ -35,18 +45,12 @@ GAMMA = 0.99
 
 @dataclass
 class Args:
-    seeds: int = 4
-    """seeds 1..this of the agents' random choices, 1 to 100 (paper: 4)"""
-    episodes: int = 40
-    """episodes per agent and seed, 1 to 10000 (paper: not given)"""
-    steps: int = 500
-    """steps of an episode, 1 to 10000 (paper: 500)"""
-    k: int = 15
-    """k of the k-SP constraint, 1 to 20 (paper: 15)"""
-    layout: int = 240
-    """seed of NineRooms, 0 to 1000000: its doors, start and goal"""
-    out: str = "runs/results/transition_counts"
-    """folder of transition_counts.csv, table.csv and transition_counts.png, made if missing"""
+    seeds: int = 4  # seeds 1..this of the agents' random choices, 1 to 100 (paper: 4)
+    episodes: int = 40  # episodes per agent and seed, 1 to 10000 (paper: not given)
+    steps: int = 500  # steps of an episode, 1 to 10000 (paper: 500)
+    k: int = 15  # k of the k-SP constraint, 1 to 20 (paper: 15)
+    layout: int = 240  # seed of NineRooms, 0 to 1000000: its doors, start and goal
+    out: str = "runs/results/transition_counts"  # folder of transition_counts.csv and .png and table.csv
 
 
 RANGES = {"seeds": (1, 100), "episodes": (1, 10_000), "steps": (1, 10_000), "k": (1, 20), "layout": (0, 1_000_000)}
@@ -78,27 +82,23 @@ class StateGraph:
         self.distances = shortest_distances(self.nexts, self.ends)
 
 
-def shortest_distances(nexts, ends):
-    """Steps (S, S) from state to state by breadth-first search; no path goes on after an episode's end (D_nr). Pairs
-    without a path are S steps apart, more than any path has."""
-    distances = np.full((len(nexts), len(nexts)), len(nexts))
-    edges = [sorted(set(zip(*row))) for row in zip(nexts.tolist(), ends.tolist())]
-    for source in range(len(nexts)):
-        found, frontier, distance = {source: 0}, [source], 0
-        while frontier:
-            distance += 1
-            reached = [(to, end) for state in frontier for to, end in edges[state] if to not in found]
-            found |= {to: distance for to, _ in reached}
-            frontier = list({to for to, end in reached if not end})
-        distances[source, list(found)] = list(found.values())
-    return distances
+class TrueDistances:
+    """A judge of the scripts' ksp_cost, in the place of an RNet: its embedding of a state is the state's number."""
+
+    def __init__(self, distances, k):
+        self.is_near = torch.from_numpy(distances < k)
+
+    def compare(self, early, late):  # (B, 1), (B, 1) numbers -> (B,) logits, infinitely sure
+        return torch.where(self.is_near[early, late], torch.inf, -torch.inf).squeeze(-1)
 
 
-def ksp_cost(distances, states, k):
+def walk_cost(distances, states, k):
     """c_t of a walk's states, t = 1.., Eq. 13: D_nr(s_{t-k}, s_t) < k. No state before the last is rewarded here."""
-    cost = np.zeros(len(states) - 1, bool)
-    cost[k - 1 :] = distances[states[:-k], states[k:]] < k
-    return cost
+    script = load_script(ROOT / "ppo_sprl_minigrid.py")
+    embeddings = torch.from_numpy(states)[:, None, None, None].expand(-1, -1, 2, -1)  # (T + 1, 1, 2, 1)
+    segment_steps = np.arange(1, len(states))[:, None]
+    cost = script.ksp_cost(TrueDistances(distances, k), embeddings, segment_steps, np.array([k]), percentile=50)
+    return cost.squeeze(1).bool().numpy()
 
 
 # AGENTS ##############################################################################################################
@@ -249,36 +249,35 @@ def measure(walks, graph, k):
         "the same in one episode": np.mean([distinct_transitions([states]) for states in walks]),
         "share of states visited": np.count_nonzero(visits) / len(visits),
         "evenness of the visits": evenness(visits),
-        "k-SP cost per step": np.concatenate([ksp_cost(graph.distances, states, k) for states in walks]).mean(),
+        "k-SP cost per step": np.concatenate([walk_cost(graph.distances, states, k) for states in walks]).mean(),
         "episodes at the goal": np.mean([at_goal[states].any() for states in walks]),
     }
 
 
-def write_table(rows, path):
-    """Mean and standard error over seeds of every measure, a column per agent; printed and written."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("measure", *(f"{agent}{suffix}" for agent in rows for suffix in ("", ", standard error"))))
-        print(f"{'':24}" + "".join(f"{agent:>17}" for agent in rows))
-        for name in rows["Random"][0]:
-            values = [np.array([row[name] for row in seeds]) for seeds in rows.values()]
-            pairs = [(v.mean(), v.std(ddof=1) / np.sqrt(len(v)) if len(v) > 1 else 0.0) for v in values]
-            writer.writerow((name, *(f"{number:.5g}" for pair in pairs for number in pair)))
-            digits = 1 if max(pairs)[0] > 1 else 3
-            print(f"{name:24}" + "".join(f"{f'{mean:.{digits}f} ± {error:.{digits}f}':>17}" for mean, error in pairs))
+def make_table(rows):
+    """Mean and standard error over seeds of every measure, a column per agent; printed and returned."""
+    table = []
+    print(f"{'':24}" + "".join(f"{agent:>17}" for agent in rows))
+    for name in rows["Random"][0]:
+        values = [np.array([row[name] for row in seeds]) for seeds in rows.values()]
+        pairs = [(v.mean(), v.std(ddof=1) / np.sqrt(len(v)) if len(v) > 1 else 0.0) for v in values]
+        row = {"measure": name}
+        for agent, (mean, error) in zip(rows, pairs):
+            row |= {agent: f"{mean:.5g}", f"{agent}, standard error": f"{error:.5g}"}
+        table.append(row)
+        digits = 1 if max(pairs)[0] > 1 else 3
+        print(f"{name:24}" + "".join(f"{f'{mean:.{digits}f} ± {error:.{digits}f}':>17}" for mean, error in pairs))
+    return table
 
 
-def write_counts(counts, graph, path):
+def make_counts(counts, graph):
     """Every transition that was made, standing still included: from and to as x, y, direction, a column per seed."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        seeds = len(next(iter(counts.values())))
-        place = ("x", "y", "direction")
-        seed_names = (f"seed_{seed + 1}" for seed in range(seeds))
-        writer.writerow(("agent", *place, *(f"to_{name}" for name in place), *seed_names))
-        for agent, table in counts.items():
-            for i, j in np.argwhere(table.sum(0)):
-                writer.writerow((agent, *graph.states[i], *graph.states[j], *table[:, i, j]))
+    rows, names = [], ("x", "y", "direction", "to_x", "to_y", "to_direction")
+    for agent, table in counts.items():
+        for i, j in np.argwhere(table.sum(0)):
+            row = {"agent": agent} | dict(zip(names, (*graph.states[i], *graph.states[j])))
+            rows.append(row | {f"seed_{seed + 1}": int(n) for seed, n in enumerate(table[:, i, j])})
+    return rows
 
 
 def draw(args, graph, counts, path):
@@ -338,12 +337,10 @@ def draw(args, graph, counts, path):
 
 
 def main(args):
-    for name, (low, high) in RANGES.items():
-        if not low <= getattr(args, name) <= high:
-            fail(f"--{name} {getattr(args, name)} is out of range, accepted: {low} to {high}")
+    check_ranges(args, **RANGES)
     names = ("transition_counts.csv", "table.csv", "transition_counts.png")
     with written_whole(args.out, *names) as (table, summary, picture):
-        world = load_script("ppo_sprl_minigrid.py", __file__).make_world("MiniGrid-NineRooms-v0")
+        world = gym.make("MiniGrid-NineRooms-v0").unwrapped
         agents = {
             "Random": (Random, False), "GT-UCB": (CountBonus, False),
             "SPRL": (ShortestPaths, False), "SPRL+Reward": (ShortestPaths, True),
@@ -370,8 +367,8 @@ def main(args):
             f"start {graph.start}, goal {graph.goal}, {steps} steps apart; {len(graph.states)} states, "
             f"{len(graph.moves)} transitions"
         )
-        write_counts(counts, graph, table)
-        write_table(rows, summary)
+        write_csv(table, make_counts(counts, graph))
+        write_csv(summary, make_table(rows))
         draw(args, graph, counts, picture)
 
 

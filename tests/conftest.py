@@ -2,18 +2,13 @@
 
 import contextlib
 import importlib.util
-import io
-import re
 import runpy
 import shlex
 import signal
 import sys
-import textwrap
-import threading
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import gymnasium as gym
 import numpy as np
@@ -23,7 +18,6 @@ from hypothesis import settings
 from matplotlib.figure import Figure
 from minigrid.core.actions import Actions
 from minigrid.wrappers import FullyObsWrapper, ImgObsWrapper
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("ppo_*.py"))
@@ -37,7 +31,7 @@ BATCH = 4 * 32
 SMALL = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --max-episode-steps 20 --run-name small"
 PPO = f"{SMALL} --cost-scale 0"
 SPRL = (
-    f"{SMALL} --cost-scale 0.1 --num-tolerance-samples 5 --ring-size 1200 --negative-bias 3 --rnet-ready-accuracy 0 "
+    f"{SMALL} --cost-scale 0.1 --num-tolerance-samples 5 --ring-size 1200 --negative-bias 3 --rnet-reliable-accuracy 0 "
     f"--rnet-start {2 * BATCH} --rnet-intervals {2 * BATCH} {2 * BATCH} {2 * BATCH} --rnet-batch-size 16"
 )
 ORACLE = f"{SPRL} --rnet oracle"
@@ -45,6 +39,11 @@ ORACLE = f"{SPRL} --rnet oracle"
 torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.load_profile("fixed")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; its command is in tests/README.md")
+    config.addinivalue_line("filterwarnings", "ignore:.*Overriding environment")  # each run of a script registers anew
 
 
 def steps(iterations):
@@ -65,53 +64,45 @@ def script():
     return load(CANONICAL)
 
 
-def sections(source):
-    """{marker: text below it} of a script's main block, in order."""
-    _, main = source.split('\nif __name__ == "__main__":\n')
-    parts = re.split(r"^ +# ([A-Z ]+) #{9,}\n", main, flags=re.M)
-    return dict(zip(parts[1::2], parts[2::2]))
-
-
-def probed(source, probes):
-    """The source with the code probes[marker] put right below that marker of the main block."""
-    for marker, code in probes.items():
-        pattern = rf"^( +)# {marker} #{{9,}}\n"
-        source, count = re.subn(
-            pattern, lambda m, code=code: m[0] + textwrap.indent(code, m[1]) + "\n", source, flags=re.M
-        )
-        assert count == 1, f"{count} markers {marker}"
-    return source
-
-
-def snapshot(names):
-    """A probe that leaves copies of the named globals in the trace."""
-    return f"import copy; trace.append(copy.deepcopy({{name: globals()[name] for name in {names.split()}}}))"
+@contextlib.contextmanager
+def main_of(script_name, flags, folder):
+    """In the folder, with the command line and without drawing, which takes two thirds of a small run's time."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setattr(Figure, "savefig", lambda *_, **__: None)
+        patched.setattr(sys, "argv", [str(script_name), *shlex.split(flags)])
+        yield
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(flags) runs a script's main block in this process and in tmp_path, and returns its globals. Probes are run
-    in it below their markers, with `trace`, an empty list, to leave things in. Figures are made but not drawn: that
-    takes two thirds of a small run's time."""
+    """run(flags, script_name) runs a script's main block in this process and in tmp_path and returns its globals."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
 
-    def run(flags, script_name=CANONICAL, probes=None):
-        path = ROOT / script_name
-        if probes:
-            path = tmp_path / script_name
-            path.write_text(probed((ROOT / script_name).read_text(), probes))
-        monkeypatch.setattr(sys, "argv", [script_name, *shlex.split(flags)])
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        thread_hook = threading.excepthook
-        try:
-            return runpy.run_path(str(path), {"trace": []}, run_name="__main__")
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            threading.excepthook = thread_hook
+    def run(flags, script_name=CANONICAL):
+        with main_of(script_name, flags, tmp_path):
+            result = runpy.run_path(str(ROOT / script_name), run_name="__main__")
+        result["lock"].lock.release()  # as the end of a process does
+        return result
 
     return run
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory):
+    """As `run`, for runs that several tests look at: each is made once per module, in a folder of its own."""
+    kept = {}
+
+    def shared_run(flags, script_name=CANONICAL):
+        if (flags, script_name) not in kept:
+            with main_of(script_name, flags, tmp_path_factory.mktemp("run")):
+                kept[flags, script_name] = runpy.run_path(str(ROOT / script_name), run_name="__main__")
+        return kept[flags, script_name]
+
+    return shared_run
 
 
 def parameters(result):
@@ -126,25 +117,9 @@ def assert_same_parameters(first, second):
     assert not different, f"not bitwise equal: {different}"
 
 
-def read_charts(paths):
-    """{step: {chart: value}} of event files in the order they were written; a restart hides what it repeats."""
-    curve = {}
-    for path in paths:
-        for event in EventFileLoader(str(path)).Load():
-            if event.session_log.status:
-                curve = {step: row for step, row in curve.items() if step < event.step}
-            for value in event.summary.value:
-                if "SPS" not in value.tag and "text" not in value.tag:
-                    curve.setdefault(event.step, {})[value.tag] = tuple(value.tensor.float_val)
-    return curve
-
-
-def farama(script, env_id):
+def farama(env_id):
     """The same world as minigrid itself shows it."""
-    if env_id in gym.registry:
-        return ImgObsWrapper(FullyObsWrapper(gym.make(env_id, max_steps=MAX_STEPS)))
-    with patch.object(script, "FullyObservable", type("NotMixedIn", (), {})):
-        return ImgObsWrapper(FullyObsWrapper(script.make_world(env_id, max_steps=MAX_STEPS)))
+    return ImgObsWrapper(FullyObsWrapper(gym.make(env_id, max_steps=MAX_STEPS)))
 
 
 def handle_objects(world, rng):
@@ -159,7 +134,7 @@ def handle_objects(world, rng):
     return rng.choice(7, p=[0.15, 0.15, 0.55, 0.03, 0.03, 0.06, 0.03])
 
 
-def fake_envs(shape=(7, 7, 3), num_actions=7):
+def fake_envs(shape=(1, 7, 7, 3), num_actions=7):
     """What the networks want to know of the environments."""
     return SimpleNamespace(
         single_observation_space=gym.spaces.Box(0, 255, shape, np.uint8),
@@ -172,21 +147,21 @@ def random_frames(*shape, size=7):
     return torch.stack([torch.randint(0, n, (*shape, size, size), dtype=torch.uint8) for n in (11, 6, 4)], -1)
 
 
-def random_ages(rng, num_rows, num_envs, cut_probability):
-    """Ages (T, N) of frames whose segments are cut at random; the oldest frames may lie inside a segment."""
-    ages = np.zeros((num_rows, num_envs), np.int64)
-    ages[0] = rng.integers(0, 4, num_envs)
+def random_segments(rng, num_rows, num_envs, cut_probability):
+    """Segment steps (T, N) of states whose segments are cut at random; the oldest may lie inside a segment."""
+    segment_steps = np.zeros((num_rows, num_envs), np.int64)
+    segment_steps[0] = rng.integers(0, 4, num_envs)
     for t in range(1, num_rows):
-        ages[t] = np.where(rng.random(num_envs) < cut_probability, 0, ages[t - 1] + 1)
-    return ages
+        segment_steps[t] = np.where(rng.random(num_envs) < cut_probability, 0, segment_steps[t - 1] + 1)
+    return segment_steps
 
 
-def slow_ends(ages):
+def slow_ends(segment_steps):
     """segment_ends by walking forward from every frame."""
-    ends = np.zeros_like(ages)
-    for t, n in np.ndindex(*ages.shape):
+    ends = np.zeros_like(segment_steps)
+    for t, n in np.ndindex(*segment_steps.shape):
         last = t
-        while last + 1 < len(ages) and ages[last + 1, n] > 0:
+        while last + 1 < len(segment_steps) and segment_steps[last + 1, n] > 0:
             last += 1
         ends[t, n] = last
     return ends
@@ -199,33 +174,3 @@ def assert_uniform(draws, low, high):
     expected = counts.sum() / len(counts)
     chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
     assert expected > 20 and chi_square <= freedom + 5 * np.sqrt(2 * freedom), counts
-
-
-@pytest.fixture(scope="module")
-def shared_run(tmp_path_factory):
-    """As `run`, for runs that several tests look at: shared_run(flags, script_name, probes) runs a script in a folder
-    of its own, once per module, and returns its globals, what it printed and the folder."""
-    kept = {}
-
-    def shared_run(flags, script_name, probes=None):
-        key = flags, script_name, repr(probes)
-        if key not in kept:
-            folder, printed = tmp_path_factory.mktemp("run"), io.StringIO()
-            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-            thread_hook = threading.excepthook
-            with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(printed):
-                patched.chdir(folder)
-                patched.setattr(Figure, "savefig", lambda *_, **__: None)
-                patched.setattr(sys, "argv", [script_name, *shlex.split(flags)])
-                path = folder / script_name
-                path.write_text(probed((ROOT / script_name).read_text(), probes or {}))
-                try:
-                    result = runpy.run_path(str(path), {"trace": []}, run_name="__main__")
-                finally:
-                    for number, handler in handlers.items():
-                        signal.signal(number, handler)
-                    threading.excepthook = thread_hook
-            kept[key] = result, printed.getvalue(), folder
-        return kept[key]
-
-    return shared_run

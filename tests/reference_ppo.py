@@ -20,7 +20,7 @@ def train(script, args, num_iterations):
     """Returns the agent after num_iterations of PPO with the settings of args."""
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    envs = script.GridWorlds(args.env_id, args.num_envs, args.max_episode_steps)
+    envs = script.make_envs(args)
     agent = script.make_agent(envs, args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     shape = (args.num_steps, args.num_envs)
@@ -29,19 +29,19 @@ def train(script, args, num_iterations):
     for iteration in range(num_iterations):
         left = 1.0 - iteration / num_iterations
         optimizer.param_groups[0]["lr"], clip = left * args.learning_rate, left * args.clip_coef
-        obs = torch.zeros((*shape, 1, *next_obs.shape[1:]), dtype=torch.uint8)
+        obs = torch.zeros((*shape, *next_obs.shape[1:]), dtype=torch.uint8)
         actions, logprobs, rewards = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(shape)
         values = torch.zeros((args.num_steps + 1, args.num_envs))
         terminations, truncations, began = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
         for t in range(args.num_steps):
-            obs[t, :, 0], began[t] = next_obs, next_done
+            obs[t], began[t] = next_obs, next_done
             with torch.no_grad():
                 actions[t], logprobs[t], _, values[t] = agent.get_action_and_value(obs[t])
             outcome = envs.step(actions[t].numpy())
             next_obs, rewards[t], terminations[t], truncations[t] = map(torch.from_numpy, outcome[:4])
             next_done = terminations[t] | truncations[t]
         with torch.no_grad():
-            values[-1] = agent.get_action_and_value(next_obs.unsqueeze(1))[3]
+            values[-1] = agent.get_action_and_value(next_obs)[3]
         advantages = advantages_of(rewards, values, terminations, truncations, args.gamma, args.gae_lambda)
         returns = advantages + values[:-1]
 

@@ -3,6 +3,8 @@
 import csv
 import os
 import pickle
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import main_of
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +22,7 @@ SCRIPT = "ppo_sprl_minigrid.py"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 sys.path.insert(0, str(ROOT / "analysis"))
 
+import common  # noqa: E402
 import curves  # noqa: E402
 import evaluate  # noqa: E402
 
@@ -29,11 +33,9 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     flags = "--env-id MiniGrid-Empty-Random-5x5-v0 --cost-scale 0 --total-timesteps 1024 --num-envs 4 --num-steps 128"
     flags += " --max-episode-steps 80 --stack-observations 2 --run-name tiny"
-    command = [sys.executable, str(ROOT / SCRIPT), *flags.split()]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", env=ONE_THREAD)
-    path = folder / "runs" / "tiny" / "agent.pt"
-    assert ran.returncode == 0 and path.is_file(), ran.stderr
-    return path
+    with main_of(SCRIPT, flags, folder):
+        runpy.run_path(str(ROOT / SCRIPT), run_name="__main__")
+    return folder / "runs" / "tiny" / "agent.pt"
 
 
 @pytest.fixture
@@ -58,13 +60,13 @@ def refused(main, args, capsys):
 # EVALUATE ############################################################################################################
 def slow_episodes(checkpoint, seed, count):
     """[(return, steps), ...] of one world and one agent, with the stack kept as a plain list."""
-    script = evaluate.load_script(SCRIPT, "")
+    script = common.load_script(ROOT / SCRIPT)
     args = script.Args(**checkpoint["args"])
     agent = script.make_agent(script.make_envs(args), args)
     agent.load_state_dict(checkpoint["agent"])
     world_seed, action_seed = np.random.SeedSequence(seed).generate_state(2) >> 2
     torch.manual_seed(int(action_seed))
-    world = script.make_world(args.env_id, max_steps=args.max_episode_steps)
+    world = script.make_world(args.env_id, args.max_episode_steps)
     gym.Env.reset(world, seed=int(world_seed))
     episodes = []
     for _ in range(count):
@@ -127,15 +129,13 @@ class Walker(torch.nn.Linear):
 
 def test_greedy_walk_agrees_with_arithmetic(checkpoint):
     """Three worlds of 4, 4 and 3 episodes; the walks are counted without the worlds."""
-    script = evaluate.load_script(SCRIPT, "")
+    script = common.load_script(ROOT / SCRIPT)
     args = script.Args(**checkpoint["args"])
     args.num_envs = 3
-    rows = evaluate.play(
-        script.make_envs(args), Walker(1, 1), script.stack_frames, 2, np.array([4, 4, 3]), 50, greedy=True
-    )
+    rows = evaluate.play(script.make_envs(args), Walker(1, 1), np.array([4, 4, 3]), 50, greedy=True)
     expected = []
     for i, quota in enumerate((4, 4, 3)):
-        world = script.make_world(args.env_id)
+        world = script.make_world(args.env_id, 80)
         gym.Env.reset(world, seed=50 + i)
         for _ in range(quota):
             world.reset()
@@ -160,7 +160,7 @@ def test_same_seed_same_numbers(trained, capsys):
 
 def test_layouts_are_not_those_of_the_training(trained, checkpoint, capsys, monkeypatch):
     seeds = []
-    monkeypatch.setattr(evaluate, "play", lambda *args: seeds.append(args[5]) or [(0, 1.0, 7)])
+    monkeypatch.setattr(evaluate, "play", lambda *args: seeds.append(args[3]) or [(0, 1.0, 7)])
     for seed in (0, 1, 2):
         evaluate.main(evaluate.Args(str(trained), seed=seed))
     assert capsys.readouterr().out.startswith("return 1.000, success 1.00, steps 7.0 over 1 episode (seed 0)\n")
@@ -188,7 +188,7 @@ class Script:
 
 
 class Recorder(torch.nn.Linear):
-    """Prefers action 1; notes the stacks it is shown."""
+    """Prefers action 1; notes what it is shown."""
 
     def get_action_and_value(self, obs, action=None):
         self.seen = [*getattr(self, "seen", []), obs.clone()]
@@ -197,17 +197,14 @@ class Recorder(torch.nn.Linear):
 
 def test_quota_keeps_short_episodes_from_being_over_counted():
     """Of the first 4 episodes to finish, all are environment 0's: return 1, 1 step. By quota, two of each count."""
-    stack_frames = evaluate.load_script(SCRIPT, "").stack_frames
     agent = Recorder(1, 1)
-    rows = evaluate.play(Script(), agent, stack_frames, 2, np.array([2, 2]), 0)
+    rows = evaluate.play(Script(), agent, np.array([2, 2]), 0)
     assert sorted(rows) == [(0, 1.0, 1), (0, 1.0, 1), (1, 0.75, 6), (1, 0.75, 6)]
     line = evaluate.summary([row[1] for row in rows], [row[2] for row in rows], 5)
     assert line == "return 0.875 ± 0.072, success 1.00, steps 3.5 over 4 episodes (seed 5)"  # 0.125 * 2 / sqrt(3) / 2
-    # a stack is cut at an episode's start, where training cuts it, and not at the reward of t = 2
-    times = [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
-    assert [stack[1, :, 2].tolist() for stack in agent.seen] == times + times[:6]
-    assert [stack[1, :, 1].tolist() for stack in agent.seen] == [[0] * 3] * 7 + [[1] * 3] * 6
-    assert evaluate.most_likely(agent, torch.zeros(5, 3, 3), gym.spaces.Discrete(3)).tolist() == [1] * 5
+    # the agent is shown every observation once, also that of the row which autoreset inserts
+    assert [seen[1].tolist() for seen in agent.seen] == [[1, 0, t] for t in range(7)] + [[1, 1, t] for t in range(6)]
+    assert evaluate.most_likely(agent, torch.zeros(5, 3), gym.spaces.Discrete(3)).tolist() == [1] * 5
 
 
 def test_gif(tmp_path):
@@ -225,7 +222,7 @@ def test_gif(tmp_path):
 
 
 def test_older_checkpoint_with_other_settings(checkpoint, tmp_path, capsys):
-    del checkpoint["args"]["negative_cap"]
+    del checkpoint["args"]["rnet_batch_size"]
     checkpoint["args"]["a_setting_of_old"] = 1
     evaluate.main(evaluate.Args(save(tmp_path, checkpoint), episodes=1))
     assert "over 1 episode (seed 1)" in capsys.readouterr().out
@@ -252,10 +249,97 @@ def test_unreadable_files_are_refused(trained, tmp_path, capsys, monkeypatch):
     assert not Path("hostile").exists()
 
 
-@pytest.mark.parametrize("name", ["../ppo_sprl_minigrid.py", "/ppo_evil.py", "ppo_nope.py", "os", "", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["../ppo_sprl_minigrid.py", "/ppo_evil.py", "ppo_nope.py", "analysis/evaluate.py", "os", "", "a\nb"]
+)
 def test_unknown_scripts_are_refused(name, checkpoint, tmp_path, capsys):
-    error = refused(evaluate.main, evaluate.Args(save(tmp_path, checkpoint | {"script": name})), capsys)
-    assert repr(name) in error and SCRIPT in error
+    other = save(tmp_path, checkpoint | {"script": name})
+    error = refused(evaluate.main, evaluate.Args(other), capsys)
+    assert repr(name) in error and SCRIPT in error and "--script PATH" in error
+    assert repr(name) in refused(curves.main, curves.Export((other,), str(tmp_path / "out")), capsys)
+
+
+def test_a_checkpoint_chooses_no_module(checkpoint, tmp_path, capsys, monkeypatch):
+    """gymnasium would import what stands before the colon of an id."""
+    (tmp_path / "evil_world.py").write_text("open('imported', 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    args = checkpoint["args"] | {"env_id": "evil_world:MiniGrid-Empty-Random-5x5-v0"}
+    path = save(tmp_path, checkpoint | {"args": args})
+    assert "'evil_world'" in refused(evaluate.main, evaluate.Args(path), capsys)
+    assert not Path("imported").exists()
+    evaluate.main(evaluate.Args(path, script=str(ROOT / SCRIPT), episodes=1))  # the user's word lets it in
+    assert Path("imported").exists()
+
+
+def test_your_own_script(checkpoint, tmp_path, capsys):
+    """A copy beside nothing of ours, whose agent was trained by it; a changed line of it is what runs."""
+    own = tmp_path / "my_sprl.py"
+    shutil.copy(ROOT / SCRIPT, own)
+    path = save(tmp_path, checkpoint | {"script": own.name})
+    evaluate.main(evaluate.Args(path, script=str(own), episodes=9))
+    evaluate.main(evaluate.Args(save(tmp_path, checkpoint), episodes=9))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[1]
+    path = save(tmp_path, checkpoint | {"script": own.name})
+    curves.main(curves.Export((path,), str(tmp_path / "out"), script=str(own)))
+    curves.main(curves.Export((path,), str(tmp_path / "out"), script=str(own), label="k3"))
+    env_id = checkpoint["args"]["env_id"]
+    assert sorted(os.listdir(tmp_path / "out")) == [f"{env_id}__k3__s1.csv", f"{env_id}__my-sprl__s1.csv"]
+    changed = own.with_name("my_other.py")
+    changed.write_text(
+        own.read_text().replace("def make_envs(args):", "def make_envs(args):\n    raise KeyError('mine')")
+    )
+    with pytest.raises(SystemExit):
+        evaluate.main(evaluate.Args(path, script=str(changed)))
+    assert "does not fit today's my_other.py (KeyError: 'mine')" in capsys.readouterr().err
+    assert "--script nope.py" in refused(evaluate.main, evaluate.Args(path, script="nope.py"), capsys)
+
+
+def test_nine_rooms(script_checkpoint):
+    """--env-id analysis.worlds:MiniGrid-NineRooms-v0: nine rooms of 3x3 and twelve gaps, one square is the goal."""
+    run = common.load_run(script_checkpoint("analysis.worlds:MiniGrid-NineRooms-v0"), 1, 1)
+    run.envs.reset(seed=0)
+    cells = run.envs.worlds[0].grid.grid
+    assert len(cells) == 13 * 13 and sum(cell is None for cell in cells) == 9 * 9 + 12 - 1
+    assert curves.task_name({"env_id": "analysis.worlds:MiniGrid-NineRooms-v0"}) == "MiniGrid-NineRooms-v0"
+
+
+@pytest.fixture
+def script_checkpoint(tmp_path):
+    """script_checkpoint(env_id): the path of what PPO would save there before it has learned anything."""
+
+    def make(env_id):
+        script = common.load_script(ROOT / SCRIPT)
+        args = script.Args(env_id=env_id, cost_scale=0.0, num_envs=1)
+        agent = script.make_agent(script.make_envs(args), args)
+        return save(tmp_path, {"script": SCRIPT, "args": vars(args), "agent": agent.state_dict()})
+
+    return make
+
+
+def test_a_flipped_bit_is_refused(trained, tmp_path, capsys):
+    content = bytearray(trained.read_bytes())
+    rng = np.random.default_rng(0)
+    for place in rng.integers(len(content) // 10, len(content) // 2, 10):  # in the tensors
+        flipped = content.copy()
+        flipped[place] ^= 1
+        (tmp_path / "agent.pt").write_bytes(flipped)
+        assert "not a readable checkpoint" in refused(evaluate.main, evaluate.Args(str(tmp_path / "agent.pt")), capsys)
+
+
+# HELPERS #############################################################################################################
+def test_write_csv_by_hand(tmp_path):
+    rows = [{"a": 1, "b": 0.123456}, {"a": None, "b": np.nan, "c": "x,y"}, {"b": np.float32(2)}]
+    common.write_csv(tmp_path / "x.csv", rows, {"note": "two\nlines"}, ("c",))
+    assert (tmp_path / "x.csv").read_text() == '# note: two lines\nc,a,b\n,1,0.1235\n"x,y",,\n,,2.0\n'
+
+
+def test_shortest_distances_by_hand():
+    """0 -> 1 -> 2 -> 0, where the step onto 2 ends the episode; 3 stands alone."""
+    nexts, ends = np.array([[1], [2], [0], [3]]), np.array([[False], [True], [False], [False]])
+    found = common.shortest_distances(nexts, ends).tolist()
+    assert found == [[0, 1, 2, 4], [4, 0, 1, 4], [1, 2, 0, 4], [4, 4, 4, 0]]
 
 
 def test_bad_values_are_refused(trained, checkpoint, tmp_path, capsys):
@@ -264,7 +348,11 @@ def test_bad_values_are_refused(trained, checkpoint, tmp_path, capsys):
     assert "--seed -1" in refused(evaluate.main, evaluate.Args(path, seed=-1), capsys)
     for video in ("play.mp4", str(tmp_path / "nowhere" / "play.gif")):
         assert f"--video {video}" in refused(evaluate.main, evaluate.Args(path, video=video), capsys)
-    for change in ({"agent": {}}, {"args": checkpoint["args"] | {"num_envs": 0}}, {"args": {"stack_observations": 9}}):
+    for change in (
+        {"agent": {}},
+        {"args": checkpoint["args"] | {"num_envs": "many"}},
+        {"args": {"stack_observations": 9}},
+    ):
         assert "does not fit" in refused(
             evaluate.main, evaluate.Args(save(tmp_path, checkpoint | change), episodes=1), capsys
         )
@@ -275,22 +363,35 @@ def test_bad_values_are_refused(trained, checkpoint, tmp_path, capsys):
 # CURVES ##############################################################################################################
 def test_csv_round_trip(trained, checkpoint, tmp_path):
     """What export writes is the history to 4 digits; the second run's history has blanks."""
-    blanks = [{"step": 10}, {"step": 20, "return": 0.123456, "success": 1.0, "length": 3.0, "cost_rate": 0.5}]
-    other = {"history": blanks, "args": checkpoint["args"] | {"seed": 7, "env_id": "ALE/Pong-v5"}, "elapsed": 12.6}
+    row = {"charts/episodic_return": 0.123456, "charts/success_rate": 1.0, "charts/episodic_length": 3.0}
+    row |= {"sprl/cost_rate": 0.5, "losses/entropy": 1.9, "rnet/loss": 0.6, "icm/bonus": 0.25, "icm/inverse_loss": 2.0}
+    blanks = [{"step": 10, "charts/SPS": 7.0}, {"step": 20, **row, "charts/SPS": 8.0}]
+    other = {"history": blanks, "args": checkpoint["args"] | {"seed": 7, "env_id": "ALE/Pong-v5"}, "global_step": 100}
     paths = (str(trained), save(tmp_path, checkpoint | other | {"command": "python x.py\n--y"}))
     curves.main(curves.Export(paths, str(tmp_path / "out")))
     env_id = checkpoint["args"]["env_id"]
     assert sorted(os.listdir(tmp_path / "out")) == ["ALE-Pong-v5__ppo__s7.csv", f"{env_id}__ppo__s1.csv"]
-    commit = checkpoint["versions"]["commit"]
     assert (tmp_path / "out" / "ALE-Pong-v5__ppo__s7.csv").read_text() == (
-        f"# command: python x.py --y\n# commit: {commit}\n# elapsed_s: 13\n"
-        "step,return,success,length,cost_rate,rnet_accuracy\n10,,,,,\n20,0.1235,1.0,3.0,0.5,\n"
+        f"# command: python x.py --y\n# commit: {checkpoint['commit']}\n# elapsed_s: 12\n"  # 100 steps, 8 a second
+        "step,return,success,length,cost_rate,rnet_accuracy,icm/bonus,icm/inverse_loss\n"
+        "10,,,,,,,\n20,0.1235,1.0,3.0,0.5,,0.25,2.0\n"
     )
+    assert curves.read_run(tmp_path / "out" / "ALE-Pong-v5__ppo__s7.csv")["icm/bonus"][1] == 0.25
     run = curves.read_run(tmp_path / "out" / f"{env_id}__ppo__s1.csv")
     assert run["comments"]["command"] == checkpoint["command"] and len(checkpoint["history"]) == 2
-    for name in curves.COLUMNS:
-        written = [row.get(name, np.nan) for row in checkpoint["history"]]
+    for chart, name in curves.CHARTS.items():
+        written = [row.get(chart, np.nan) for row in checkpoint["history"]]
         np.testing.assert_allclose(run[name], written, atol=5e-5, rtol=0)
+    assert run["step"].tolist() == [512, 1024] and len(curves.points(run, "icm/bonus")[0]) == 0
+
+
+def test_committed_results_are_read():
+    """Every CSV file of results/ that export wrote, by the columns' old names."""
+    folders = {path.parent for path in ROOT.glob("results/**/*__*__s*.csv")}
+    assert folders
+    for folder in folders:
+        for by_method in curves.read_folder(folder).values():
+            assert all(len(curves.points(run, "return")[0]) for seeds in by_method.values() for run in seeds)
 
 
 def test_curves_name_the_engine(checkpoint, tmp_path):
@@ -333,6 +434,7 @@ def test_labels():
     assert curves.method_label("ppo_eco.py", {"bonus_scale": 0.3}) == "eco"
     assert curves.method_label("ppo_eco.py", {"bonus_scale": 0.0}) == "ppo"
     assert curves.method_label("ppo_gtgrid.py", {"bonus_scale": 0.01}) == "gt-grid"  # as benchmark.sh calls it
+    assert curves.method_label("my_sprl 2.py", {}) == "my-sprl-2"
     assert [curves.method_name(name) for name in ("gt-grid", "gt-sprl", "k5")] == ["GT-Grid", "GT-SPRL", "k5"]
 
 
@@ -489,5 +591,5 @@ def test_the_claim_stays(tmp_path):
 )
 def test_wrong_command_lines_are_one_line(kind, flags, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["analysis/x.py", *flags.split()])
-    error = refused(evaluate.parse_args, kind, capsys)
+    error = refused(common.parse_args, kind, capsys)
     assert error.startswith("x.py: error: ") and all(word in error for word in words) and "──" not in error

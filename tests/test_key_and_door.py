@@ -2,23 +2,24 @@
 
 import copy
 import csv
-import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load
-
-sys.path.insert(0, str(ROOT / "analysis"))
-
-import key_and_door
-from key_and_door import Args, Watched, judge_pairs, shortest_moves, shortest_way
 from minigrid.core.world_object import Key
 
-KEY_DOORS = "MiniGrid-KeyDoors-7x7-v0"
-sprl = load("ppo_sprl_minigrid.py")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "analysis"))
+
+import common  # noqa: E402
+import key_and_door  # noqa: E402
+from key_and_door import Args, Watched, judge_pairs, shortest_moves, shortest_way  # noqa: E402
+
+KEY_DOORS, SCRIPT = "MiniGrid-KeyDoors-7x7-v0", "ppo_sprl_minigrid.py"
+sprl = common.load_script(ROOT / SCRIPT)
 
 
 def place_of(world, kind):
@@ -28,7 +29,7 @@ def place_of(world, kind):
 @pytest.mark.parametrize("seed", range(4))
 def test_moves_are_the_fewest(seed):
     """Breadth-first over copies of the world, moved by its own step(), until the key is in front."""
-    world = sprl.make_world(KEY_DOORS)
+    world = sprl.make_world(KEY_DOORS, 100)
     world.reset(seed=seed)
     target, found, layer, depth = place_of(world, Key), set(), [world], 0
     while not any(tuple(map(int, w.front_pos)) == target for w in layer):
@@ -46,13 +47,13 @@ def test_moves_are_the_fewest(seed):
 
 
 def test_what_cannot_be_reached_has_no_moves():
-    world = sprl.make_world(KEY_DOORS)
+    world = sprl.make_world(KEY_DOORS, 100)
     world.reset(seed=0)
     assert shortest_moves(world, (0, 0), facing=False) is None  # a wall
 
 
 def test_way_ends_at_the_goal():
-    world = sprl.make_world(KEY_DOORS)
+    world = sprl.make_world(KEY_DOORS, 100)
     for seed in range(20):
         frames, parts, reward = shortest_way(world, seed)
         assert reward == pytest.approx(1 - 0.9 * (len(frames) - 1) / world.max_steps) and len(parts) == len(frames)
@@ -66,16 +67,16 @@ def test_way_ends_at_the_goal():
 def test_pairs_stay_in_their_part():
     """A judge that calls two frames near if they lie at most four steps apart; frames are their own numbers."""
     script = SimpleNamespace(
-        embed_frames=lambda embed, frames, depths, rows, m: frames.float()[..., None, None].expand(-1, -1, 2, -1),
-        compare_pairs=lambda rnet, embeddings, early, late: (
-            4.5 - (embeddings[late, 1] - embeddings[early, 0]).squeeze(1)
+        embed_all=lambda rnet, obs: obs.float().unsqueeze(2).expand(-1, -1, 2, -1),  # (T, 1, 2, 1)
+        compare_all=lambda rnet, embeddings, early, late: (
+            4.5 - (embeddings[late, 0, 1, 0] - embeddings[early, 0, 0, 0])
         ),
     )
     frames, parts = np.arange(12, dtype=np.uint8), np.array([0] * 6 + [1] * 2 + [2] * 4)
-    found = judge_pairs(script, SimpleNamespace(embed=None, m=0), frames, parts)
+    found = judge_pairs(script, None, frames, parts)
     # part 0 has 6 frames: 3 pairs with a gap of 3, 2 of 4, 1 of 5; part 1 none; part 2 one of 3
     assert sorted(found) == [(0, 3, True)] * 3 + [(0, 4, True)] * 2 + [(0, 5, False)] + [(2, 3, True)]
-    assert judge_pairs(script, SimpleNamespace(embed=None, m=0), frames[:2], parts[:2]) == []
+    assert judge_pairs(script, None, frames[:2], parts[:2]) == []
 
 
 def test_watching_an_episode():
@@ -98,22 +99,20 @@ def test_watching_an_episode():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """{name: agent.pt} of SPRL and PPO after two rollouts; SPRL's RNet has been trained once."""
+    """{name: agent.pt} as SPRL and PPO would save them, of networks that have learned nothing."""
     folder, found = tmp_path_factory.mktemp("trained"), {}
-    flags = f"--env-id {KEY_DOORS} --total-timesteps 1024 --num-envs 4 --num-steps 128 --rnet-start 512"
-    flags += " --rnet-ready-accuracy 0 --num-tolerance-samples 20 --ring-size 2000"
-    for name, more in (("sprl", ""), ("ppo", "--cost-scale 0"), ("rooms", "--env-id MiniGrid-FourRooms-7x7-v0")):
-        command = [
-            sys.executable,
-            str(ROOT / "ppo_sprl_minigrid.py"),
-            *flags.split(),
-            *more.split(),
-            "--run-name",
-            name,
-        ]
-        ran = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
-        assert ran.returncode == 0, ran.stderr
-        found[name] = str(folder / "runs" / name / "agent.pt")
+    for name, settings in (
+        ("sprl", {}),
+        ("ppo", {"cost_scale": 0.0}),
+        ("rooms", {"env_id": "MiniGrid-FourRooms-7x7-v0"}),
+    ):
+        args = sprl.Args(**{"env_id": KEY_DOORS, "num_envs": 4} | settings)
+        envs = sprl.make_envs(args)
+        torch.manual_seed(0)
+        content = {"script": SCRIPT, "args": vars(args), "agent": sprl.make_agent(envs, args).state_dict()}
+        content |= {"rnet": sprl.make_rnet(envs, args).state_dict()} if args.cost_scale else {}
+        found[name] = str(folder / f"{name}.pt")
+        torch.save(content, found[name])
     return found
 
 
@@ -150,7 +149,7 @@ def test_refusals(trained, tmp_path, capsys):
 
 
 def test_judge_is_the_checkpoints(trained):
-    """The RNet of a checkpoint is the one that its training had: same logits for the same two frames."""
-    run = key_and_door.load_run(trained["sprl"], 1, 1)
-    rnet = key_and_door.load_rnet(run, trained["sprl"])
+    """The RNet of a checkpoint is the one that its training had."""
+    run = common.load_run(trained["sprl"], 1, 1)
+    rnet = common.load_rnet(run, trained["sprl"])
     assert all(torch.equal(value, run.checkpoint["rnet"][name]) for name, value in rnet.state_dict().items())

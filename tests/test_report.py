@@ -143,6 +143,17 @@ def test_nothing_learned_is_not_timed(tmp_path):
     assert "<p>The paper's claim: Mazes are &lt;hard&gt;.</p>" in page
 
 
+def test_a_bonus_is_a_curve_of_the_page(tmp_path):
+    """Columns that only some runs have: PPO has none of ICM's."""
+    write_csv(tmp_path, "Maze__icm__s1", [(50, 0.5), (100, 0.5)], **{"icm/bonus": 0.25})
+    write_csv(tmp_path, "Maze__ppo__s1", [(50, 0.5), (100, 0.5)])
+    runs = curves.read_folder(tmp_path)
+    data = report.page_data(runs, curves.method_styles({"ppo", "icm"}))
+    assert [metric["id"] for metric in data["metrics"]] == ["return", "icm/bonus"]
+    ppo, icm = data["tasks"][0]["icm/bonus"]
+    assert ppo is None and icm["v"] == [[250] * report.POINTS] and icm["d"] == 3
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Constant curves, whose final return and area are their height. On Maze-7 PPO has 0.1, 0.2, 0.3, 0.4 and SPRL 0.3,
@@ -319,7 +330,9 @@ def test_page_needs_no_network_and_runs_nothing_from_files(folder, capsys):
     assert not set("<>&") & set(page.scripts[0])  # nor could <!-- and <script> change how the rest is read
     data = json.loads(page.scripts[0])
     assert HOSTILE.replace("/", "") in [m["label"] for m in data["methods"]] + [t["label"] for t in data["tasks"]]
-    assert page.scripts[1] == Page(report.PAGE).scripts[1]  # nothing was written into the program
+    assert (
+        page.scripts[1] == Page(report.TEMPLATE.read_text(encoding="utf-8")).scripts[1]
+    )  # nothing was written into the program
     table = (folder / "scores.md").read_text(encoding="utf-8")
     assert "<" not in table and html.escape(HOSTILE.replace("/", ""), quote=False).split("`")[0] in table
     columns = {line.replace("\\|", "").count("|") for line in table.split("### Maze-7")[1].split("###")[0].splitlines()}

@@ -12,15 +12,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import trajectories  # noqa: E402
-from trajectories import Args, Episode, Recorder, first_episodes, quarters, segment_ages, spread  # noqa: E402
+from common import load_script  # noqa: E402
+from oracle import Oracle  # noqa: E402
+from trajectories import Args, Episode, Recorder, count_segment_steps, first_episodes, quarters, spread  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def script():
-    return trajectories.load_script(trajectories.SPRL, "")
+    return load_script(trajectories.SPRL)
 
 
-def checkpoint_of(script, path, name=trajectories.SPRL, with_rnet=True, **settings):
+def checkpoint_of(script, path, name=trajectories.SPRL.name, with_rnet=True, **settings):
     """What a training would save, of networks that have learned nothing."""
     args = script.Args(**{"num_envs": 4, "max_episode_steps": 40, "num_tolerance_samples": 10} | settings)
     envs = script.make_envs(args)
@@ -28,7 +30,7 @@ def checkpoint_of(script, path, name=trajectories.SPRL, with_rnet=True, **settin
     content = {"script": name, "args": vars(args) | {"seed": 1}, "agent": script.make_agent(envs, args).state_dict()}
     content["global_step"] = 256
     if with_rnet:
-        content |= {"rnet": script.make_rnet(envs, args).state_dict(), "schedule": {"ready": False}}
+        content |= {"rnet": script.make_rnet(envs, args).state_dict(), "rnet_accuracies": [0.5] * 20}
     torch.save(content, path)
     return str(path)
 
@@ -47,8 +49,8 @@ def test_spread_by_hand():
     assert spread(np.array([7, 5]), 12).tolist() == [7, 5] and spread(np.array([3]), 2).tolist() == [3]
 
 
-def test_segment_ages_by_hand():
-    assert segment_ages([0, 0, 1, 0, 0, -0.5]).tolist() == [0, 1, 2, 0, 1, 2, 0]
+def test_count_segment_steps_by_hand():
+    assert count_segment_steps([0, 0, 1, 0, 0, -0.5]).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_first_episodes_by_hand():
@@ -58,7 +60,7 @@ def test_first_episodes_by_hand():
 
 
 def test_cut_by_hand():
-    frames, places = list(np.arange(8.0).reshape(8, 1, 1, 1)), list(range(8))
+    frames, places = list(np.arange(8.0).reshape(8, 1, 1, 1)), list(range(8))  # one frame of one pixel
     episode = Episode(3, None, frames, places, [0] * 8, [0, 0, 1, 0, 0, 2, 0])
     (first, early), (second, late) = trajectories.cut(episode, np.arange(7) / 10, 3)  # a rest of one step is left
     assert first.places == [0, 1, 2, 3] and second.places == [3, 4, 5, 6] and first.env == second.env == 3
@@ -68,10 +70,14 @@ def test_cut_by_hand():
     assert not list(trajectories.cut(episode, np.zeros(7), 8))
 
 
+def gaps_of(k, tolerance, num_samples):
+    return np.array([k + n * tolerance for n in range(1, num_samples + 1)])
+
+
 def test_steps_that_cannot_cost_do_not_count():
     """Of k = 2 and N = 1 the first step that can cost is the third of a segment; a reward begins another."""
     episode = Episode(0, None, rewards=[0, 0, 0, 0, 1, 0, 0, 0])
-    first = trajectories.first_cost(2, 1, 1, 90.0)
+    first = trajectories.first_cost(gaps_of(2, 1, 1), 90.0)
     found = trajectories.possible_costs(episode, np.array([0, 0, 1, 0, 0, 0, 0, 1.0]), first)
     assert first == 3 and np.isnan(found).tolist() == [True, True, False, False, True, True, True, False]
     assert np.nanmean(found) == pytest.approx(2 / 3)  # and not 2 / 8
@@ -92,16 +98,16 @@ def slow_costs(judged, rewards, k, tolerance, num_samples, q):
 
 def record(script, seed, observe=False, steps=60, k=3):
     """Episodes of random actions, and (place, direction) of every frame kept beside them."""
-    envs = script.GridWorlds("MiniGrid-FourRooms-7x7-v0", 3, 25)
-    oracle = script.Oracle(envs.worlds, k - 1) if observe else None
-    recorder = Recorder(envs, *trajectories.VIEWS["GridWorlds"][:2], oracle and oracle.observe)
+    envs = script.GridWorlds("MiniGrid-FourRooms-7x7-v0", 3, 2, 25)  # two frames
+    oracle = Oracle(envs, k - 1) if observe else None
+    recorder = Recorder(envs, *trajectories.VIEWS["MiniGrid"][:2], oracle and oracle.observe)
     rng = np.random.default_rng(seed)
-    obs, _ = recorder.reset(seed=seed)
-    seen = [(obs, np.zeros(3), np.ones(3, bool), envs.positions())]
+    obs, info = recorder.reset(seed=seed)
+    seen = [(obs, np.zeros(3), np.ones(3, bool), info["position"])]
     for _ in range(steps):
         begins = envs.done.copy()
-        obs, rewards, *_ = recorder.step(rng.integers(0, 3, 3))
-        seen.append((obs, rewards, begins, envs.positions()))
+        obs, rewards, _, _, info = recorder.step(rng.integers(0, 3, 3))
+        seen.append((obs, rewards, begins, np.array([world.agent_pos for world in envs.worlds])))
     return recorder, oracle, seen
 
 
@@ -128,11 +134,11 @@ def test_oracle_cost_equals_a_double_loop(script, k, tolerance, num_samples, q):
     recorder, oracle, _ = record(script, 7, observe=True, k=k)
     costs = []
     for episode in recorder.finished:
-        found = trajectories.step_costs(episode, script, oracle, (k, tolerance, num_samples, q))
+        found = trajectories.step_costs(episode, script, oracle, gaps_of(k, tolerance, num_samples), q)
         squares = np.array([(np.array(place) - 7.5) / 16 for place in episode.places]).round().astype(int)
-        directions = [int(frame[x, y, 2]) for frame, (x, y) in zip(episode.frames, squares)]
-        walls = {tuple(xy) for xy in np.argwhere(episode.frames[0][..., 0] == 2)}
-        goal = [tuple(xy) for xy in np.argwhere(episode.frames[0][..., 0] == 8)]
+        directions = [int(frame[-1, x, y, 2]) for frame, (x, y) in zip(episode.frames, squares)]
+        walls = {tuple(xy) for xy in np.argwhere(episode.frames[0][-1, ..., 0] == 2)}
+        goal = [tuple(xy) for xy in np.argwhere(episode.frames[0][-1, ..., 0] == 8)]
 
         def near(state, walls=walls, goal=goal):
             reached = frontier = {state}
@@ -161,31 +167,29 @@ def test_an_episode_too_short_to_compare_costs_nothing(script):
     """Of N = 60 outputs 7 must pass for the 90th percentile to do so: the step at age 2 + 7 is the first that can."""
 
     class Everything:  # says that all can be reached
-        m, chunk = 0, 100
-
         def compare(self, early, late):
             return torch.full((len(early),), torch.inf)
 
     for steps, first in ((3, None), (8, None), (9, 9), (12, 9)):
         episode = Episode(0, None, states=[1] * (steps + 1), rewards=[0.0] * steps)
-        found = trajectories.step_costs(episode, script, Everything(), (2, 1, 60, 90.0))
+        found = trajectories.step_costs(episode, script, Everything(), gaps_of(2, 1, 60), 90.0)
         assert found.tolist() == [float(first is not None and t >= first) for t in range(1, steps + 1)]
-    assert trajectories.first_cost(2, 1, 60, 90.0) == 9 and trajectories.first_cost(2, 1, 20, 90.0) == 5  # 3 of 20
+    assert trajectories.first_cost(gaps_of(2, 1, 60), 90.0) == 9
+    assert trajectories.first_cost(gaps_of(2, 1, 20), 90.0) == 5  # 3 of 20
 
 
 def test_rnet_cost_equals_a_double_loop(script):
     recorder, _, _ = record(script, 9)
-    args, settings = script.Args(), (2, 1, 6, 90.0)
     torch.manual_seed(1)
-    rnet = script.make_rnet(recorder.envs, args).eval()
+    rnet = script.make_rnet(recorder.envs, script.Args()).eval()
     episode = max(recorder.finished, key=lambda episode: len(episode.rewards))
     with torch.inference_mode():
         rnet.head[-1].bias += 0.1  # untrained, its outputs lie close to 0.5: so that some pass and some do not
-        embeddings = [rnet.embed(torch.from_numpy(frame)[None, None])[0] for frame in episode.frames]
+        embeddings = [rnet.embed(torch.from_numpy(frame)[None])[0] for frame in episode.frames]
         logits = torch.tensor([[rnet.compare(a[None, 0], b[None, 1]) for b in embeddings] for a in embeddings])
         rnet.head[-1].bias -= logits.median()
         logits -= logits.median()
-        found = trajectories.step_costs(episode, script, rnet, settings, script.embed_frames)
+        found = trajectories.step_costs(episode, script, rnet, gaps_of(2, 1, 6), 90.0)
     scores = logits.sigmoid().double().numpy()
     slow = []
     for t in range(1, len(episode.rewards) + 1):
@@ -226,7 +230,7 @@ def test_files(script, tmp_path, capsys):
 )
 def test_baselines(name, said, tmp_path, capsys, monkeypatch):
     """Where a checkpoint has no RNet the truth is asked; settings of the cost that it has not are SPRL's defaults."""
-    other = trajectories.load_script(name, "")
+    other = load_script(ROOT / name)
     args = other.Args(num_envs=2, max_episode_steps=30)
     envs = other.make_envs(args)
     content = {"script": name, "args": vars(args), "agent": other.make_agent(envs, args).state_dict()}
@@ -235,6 +239,23 @@ def test_baselines(name, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trajectories, "draw", lambda *arguments: Path(arguments[-1]).write_bytes(b"0" * 40_000))
     trajectories.main(Args(str(tmp_path / "agent.pt"), episodes=4))
     assert said in capsys.readouterr().out and len(read(tmp_path)) == 4  # beside the checkpoint
+
+
+def test_your_own_script(tmp_path, capsys, monkeypatch):
+    """A copy whose cost is 0 everywhere: it is the copy's that is drawn, and only --script lets it run."""
+    text = trajectories.SPRL.read_text(encoding="utf-8")
+    own = tmp_path / "my_sprl.py"
+    own.write_text(text.replace("> 0.5).float()", "> 2).float()"), encoding="utf-8")
+    path = checkpoint_of(load_script(own), tmp_path / "agent.pt", own.name)
+    monkeypatch.setattr(trajectories, "draw", lambda *arguments: Path(arguments[-1]).write_bytes(b"0"))
+    with pytest.raises(SystemExit) as stop:
+        trajectories.main(Args(path, episodes=4))
+    assert stop.value.code == 2 and "'my_sprl.py', accepted: " in capsys.readouterr().err
+    trajectories.main(Args(path, script=str(own), episodes=4))
+    assert "percentile 97: 0.000" in capsys.readouterr().out
+    other = checkpoint_of(load_script(trajectories.SPRL), tmp_path / "other.pt")
+    trajectories.main(Args(other, episodes=4, judge=path, judge_script=str(own)))
+    assert "another checkpoint's RNet" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["play", "draw"])
@@ -275,7 +296,7 @@ def test_bad_files_end_in_one_line(script, capsys, tmp_path, monkeypatch):
     content["rnet"].popitem()
     torch.save(content, path)
     assert "does not fit today's" in refused(checkpoint=path, out=str(tmp_path / "unmade"))
-    monkeypatch.setattr(trajectories, "VIEWS", {"Elsewhere": (None, None, None, "Nowhere")})
+    monkeypatch.setattr(trajectories, "VIEWS", {"Nowhere": (None, None, None)})
     message = "plays MiniGrid-FourRooms-7x7-v0, accepted: agents of Nowhere"
     assert message in refused(checkpoint=path, out=str(tmp_path / "unmade"))
     assert not (tmp_path / "unmade").exists()
@@ -284,24 +305,24 @@ def test_bad_files_end_in_one_line(script, capsys, tmp_path, monkeypatch):
 # MONTEZUMA'S REVENGE #################################################################################################
 def test_positions_on_the_screen():
     """What moves on the screen while the RAM's position changes is the figure that we would draw over."""
-    atari = trajectories.load_script("ppo_sprl_atari.py", "")
+    atari = load_script(ROOT / "ppo_sprl_atari.py")
     envs = atari.make_envs(atari.Args(num_envs=1))
-    before, _ = envs.reset(seed=3)
+    before, info = envs.reset(seed=3)
     rng, misses = np.random.default_rng(0), []
-    place = envs.positions()
+    place = info["position"]
     for step in range(150):
-        after, *_ = envs.step(rng.integers(0, 18, 1))
-        rows, columns = np.nonzero(abs(after[0, ..., 0].astype(int) - before[0, ..., 0]) > 30)
-        x, y = trajectories.screen_positions(envs)[0]
+        after, _, _, _, info = envs.step(rng.integers(0, 18, 1))
+        rows, columns = np.nonzero(abs(after[0, -1].astype(int) - before[0, -1]) > 30)
+        x, y = trajectories.screen_places(info["position"])[0]
         near = (abs(columns - x) < 8) & (abs(rows - y) < 12)  # a skull moves too
-        if step > 3 and (envs.positions() != place).any() and near.sum() > 3:
+        if step > 3 and (info["position"] != place).any() and near.sum() > 3:
             misses.append((columns[near].mean() - x, rows[near].mean() - y))
-        before, place = after.copy(), envs.positions()
+        before, place = after.copy(), info["position"]
     assert len(misses) > 40 and (abs(np.median(misses, 0)) < 1.5).all()
 
 
-def test_montezuma_is_cut_into_pieces(tmp_path, capsys):
-    atari = trajectories.load_script("ppo_sprl_atari.py", "")
+def test_montezuma_is_cut_into_pieces(tmp_path, capsys, monkeypatch):
+    atari = load_script(ROOT / "ppo_sprl_atari.py")
     settings = {"rnet_width": 2, "rnet_input": "embedding-difference", "max_episode_steps": 130}
     path = checkpoint_of(atari, tmp_path / "agent.pt", "ppo_sprl_atari.py", **settings)
     trajectories.main(Args(path, episodes=4, out=str(tmp_path / "out")))
@@ -314,7 +335,7 @@ def test_montezuma_is_cut_into_pieces(tmp_path, capsys):
         (str(i), start) for i in range(4) for start in ("0", "60")
     }
     plain = checkpoint_of(atari, tmp_path / "plain.pt", "ppo_sprl_atari.py", with_rnet=False, **settings)
-    grid = checkpoint_of(trajectories.load_script(trajectories.SPRL, ""), tmp_path / "grid.pt")
+    grid = checkpoint_of(load_script(trajectories.SPRL), tmp_path / "grid.pt")
     for judge, message in (
         (None, "has no RNet to tell the cost"),
         (plain, "has no RNet"),
@@ -324,6 +345,7 @@ def test_montezuma_is_cut_into_pieces(tmp_path, capsys):
             trajectories.main(Args(plain, episodes=4, out=str(tmp_path / "out"), judge=judge))
         error = capsys.readouterr().err.splitlines()[-1]
         assert stop.value.code == 2 and message in error and "Montezuma's Revenge" in error
+    monkeypatch.setattr(trajectories, "draw", lambda *arguments: Path(arguments[-1]).write_bytes(b"0"))
     trajectories.main(Args(plain, episodes=4, out=str(tmp_path / "judged"), judge=path))
     assert "another checkpoint's RNet" in capsys.readouterr().out
     assert (tmp_path / "judged" / "trajectories.csv").read_text() == (tmp_path / "out" / "trajectories.csv").read_text()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import trajectory_space  # noqa: E402
-from trajectory_space import LAYOUTS, count, read_layout, shortest_distances  # noqa: E402
+from trajectory_space import LAYOUTS, count, read_layout, square_distances  # noqa: E402
 
 RING = ("S..", ".G.", "...")  # the way from (1, 0) to (1, 2) leads around the goal: 4 steps, not 2
 NEAR = ("#######", "#..#..#", "#.S...#", "##.#.##", "#..G..#", "#..#..#", "#######")  # a goal in a door, 3 steps away
@@ -23,7 +23,7 @@ NEAR = ("#######", "#..#..#", "#.S...#", "##.#.##", "#..G..#", "#..#..#", "#####
 
 def counted(rows, k, tolerance, horizon):
     start, goal, moves = read_layout(rows)
-    return count(start, goal, moves, shortest_distances(moves, goal), k, tolerance, horizon)
+    return count(start, goal, moves, square_distances(moves, goal), k, tolerance, horizon)
 
 
 # SLOW READINGS OF THE SAME RULES #####################################################################################
@@ -146,12 +146,12 @@ def test_corridor_by_hand(k, tolerance, horizon, expected):
 
 def test_distances():
     start, goal, moves = read_layout(RING)
-    distances = shortest_distances(moves, goal)
+    distances = square_distances(moves, goal)
     assert (start, goal) == ((0, 0), (1, 1)) and moves[0, 0] == {(0, 0): 2, (1, 0): 1, (0, 1): 1}
     assert distances[1, 0][1, 2] == 4 and distances[1, 0][1, 1] == 1 and distances[0, 0][2, 2] == 4
     for rows, steps in ((LAYOUTS["walled"], 8), (LAYOUTS["open"], 12)):
         start, goal, moves = read_layout(rows)
-        distances = shortest_distances(moves, goal)
+        distances = square_distances(moves, goal)
         assert distances[start][goal] == steps
         assert {(a, b): d for a, found in distances.items() if a != goal for b, d in found.items()} == {
             pair: d for pair, d in relaxed_distances(rows).items() if pair[0] != goal

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -23,19 +24,18 @@ from transition_counts import (  # noqa: E402
     distinct_transitions,
     enumerate_windows,
     evenness,
-    ksp_cost,
     least_cost,
     measure,
     shortest_distances,
     walk,
+    walk_cost,
 )
 
 
 @pytest.fixture(scope="module")
 def graphs():
     """The default layout without and with its reward."""
-    script = transition_counts.load_script("ppo_sprl_minigrid.py", "")
-    world, found = script.make_world("MiniGrid-NineRooms-v0"), {}
+    world, found = gym.make("MiniGrid-NineRooms-v0").unwrapped, {}
     for rewarded in (False, True):
         world.reset(seed=Args().layout)
         found[rewarded] = StateGraph(world, rewarded)
@@ -93,7 +93,7 @@ def test_cost_equals_a_double_loop(graphs):
     states = walk(Random(graph, None), graph, 1, 200, rng)[0]
     for k in (1, 2, 5, 15, 200, 300):
         slow = [t >= k and graph.distances[states[t - k], states[t]] < k for t in range(1, 201)]
-        assert ksp_cost(graph.distances, states, k).tolist() == slow
+        assert walk_cost(graph.distances, states, k).tolist() == slow
 
 
 # AGENTS ##############################################################################################################
@@ -163,7 +163,7 @@ def test_windows_charge_the_cost(graphs, monkeypatch):
             window = windows[window, action]
             states.append(int(graph.nexts[states[-1], action]))
         certain = sum(graph.distances[states[-1 - i], states[-1]] < i for i in range(1, k))
-        assert charged == ksp_cost(graph.distances, np.array(states), k).sum() + certain > 0
+        assert charged == walk_cost(graph.distances, np.array(states), k).sum() + certain > 0
 
 
 def test_plan_by_hand():
@@ -185,10 +185,10 @@ def test_shortest_paths_on_nine_rooms(graphs):
     args, rng = Args(k=5), np.random.default_rng(0)
     walks = walk(ShortestPaths(graphs[True], args), graphs[True], 20, 500, rng)
     assert all(graphs[True].states[states[-1]][:2] == graphs[True].goal for states in walks)
-    assert not any(ksp_cost(graphs[True].distances, states, 5).any() for states in walks)
+    assert not any(walk_cost(graphs[True].distances, states, 5).any() for states in walks)
     free = walk(ShortestPaths(graphs[False], args), graphs[False], 2, 500, rng)
     chance = walk(Random(graphs[False], args), graphs[False], 2, 500, rng)
-    costs = [np.mean([ksp_cost(graphs[False].distances, s, 5).mean() for s in walks]) for walks in (free, chance)]
+    costs = [np.mean([walk_cost(graphs[False].distances, s, 5).mean() for s in walks]) for walks in (free, chance)]
     assert costs[0] < 0.1 < 0.9 < costs[1] and [len(states) for states in free] == [501, 501]
 
 
