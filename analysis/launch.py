@@ -302,6 +302,8 @@ def main():
     options = parse_options(sys.argv[1:], lines, here)
     all_runs = make_runs(lines, options)
     runs = choose(all_runs, options.only)
+    if not runs:
+        fail(f"--only {options.only} leaves no run of {options.block}")
     if options.task and not options.dry_run:
         if options.task > len(all_runs):
             fail(f"--task {options.task}, accepted: 1 to {len(all_runs)}")

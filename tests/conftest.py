@@ -107,7 +107,7 @@ def shared_run(tmp_path_factory):
 
 def parameters(result):
     """All that a run learned, by name."""
-    networks = {name: result[name] for name in ("agent", "rnet") if result.get(name) is not None}
+    networks = {name: result[name] for name in ("agent", "rnet") if hasattr(result.get(name), "state_dict")}
     return {f"{name}.{key}": value for name, part in networks.items() for key, value in part.state_dict().items()}
 
 

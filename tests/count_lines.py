@@ -20,7 +20,7 @@ BARS = {  # lines, diff
     "ppo_sprl_dmlab": (1_100, 320), "ppo_eco": (780, 320), "ppo_icm": (700, 320), "ppo_gtgrid": (620, 280),
 }  # fmt: skip
 PLUMBING_BAR, README_BAR = 17.99, 200
-ARGS_PARTS = {"fail", "parse_args", "check_args", "SHOWN", "MAY_BE_0", "HIGHEST"}
+ARGS_PARTS = {"fail", "parse_args", "check_args", "SHOWN", "LOWEST", "HIGHEST"}
 NAMES = set("checkpoint old_args run_name run_dir lock git commit command config wandb writer".split())
 
 

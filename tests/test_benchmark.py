@@ -23,9 +23,9 @@ FOUR_ROOMS = "MiniGrid-FourRooms-7x7-v0"
 QUICK = [f"quick-400__{FOUR_ROOMS}__{label}__s{s}" for label in ("ppo", "sprl") for s in (1, 2)]
 PPO_1, PPO_2, SPRL_1, SPRL_2 = QUICK
 
-# trains 100 steps in 0.05 s and behaves as the scripts do: it makes and locks its folder, shows a bar, saves at a signal
-# and at the end, ends with 0, and dies of a second signal. A file `fail` names runs that fail. A file `slow` names those
-# that train slowly while it is there, all if it is empty
+# trains 100 steps in 0.05 s and behaves as the scripts do: it makes and locks its folder, shows a bar, saves at a
+# signal and at the end, ends with 0, and dies of a second signal. A file `fail` names runs that fail. A file `slow`
+# names those that train slowly while it is there, all if it is empty
 PRETEND = """
     import fcntl, os, signal, sys, time
     if sys.argv[1].startswith("analysis/"):
@@ -174,6 +174,7 @@ def tree(tmp_path):
         ("quick --only", "--only"),
         ("quick --only sprk", "'sprk', accepted: ppo sprl MiniGrid-FourRooms-7x7-v0"),
         ("quick --only ppo,KeyDoors", "'KeyDoors', accepted"),
+        ("atari --only gt-grid,Freeway", "--only gt-grid,Freeway leaves no run of atari"),
         ("quick --task 5", "1 to 4"),
         ("quick --python nowhere/python", "nowhere/python"),
         ("dmlab --engine doom", "--engine: invalid choice: 'doom' (choose from"),

@@ -1,5 +1,6 @@
 """Device hygiene without a GPU: on torch.device("meta") a CPU tensor in the mix or a value read back raises."""
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,12 @@ from conftest import CANONICAL, fake_envs, load, random_frames, random_segments
 META = torch.device("meta")
 IMAGES = torch.zeros((20, 4, 4, 84, 84), dtype=torch.uint8)
 # script, what its worlds show (T, N, ...), flags of Args that keep the networks small
-DOMAINS = [(CANONICAL, random_frames(20, 4, 2), {})]
+DOMAINS = [
+    (CANONICAL, random_frames(20, 4, 2), {}),
+    ("ppo_sprl_atari.py", IMAGES, {"rnet_width": 4, "rnet_input": "pixel-difference"}),
+    ("ppo_sprl_atari.py", IMAGES, {"rnet_width": 4, "rnet_input": "embedding-difference"}),
+    ("ppo_sprl_fetch.py", torch.zeros(20, 4, 16), {}),
+]
 
 
 def test_reading_back_raises_on_meta():
@@ -33,9 +39,11 @@ def test_reading_back_raises_on_meta():
 def test_training_step(name, obs, flags):
     """Policy, advantages, ring, RNet training and k-SP cost: all on the device, nothing read back."""
     script, envs = load(name), fake_envs(obs.shape[2:])
-    args = script.Args(**flags)
+    args, is_state = script.Args(**flags), obs.is_floating_point()
+    envs.single_action_space = gym.spaces.Box(-1, 1, (4,)) if is_state else envs.single_action_space
     agent, rnet, obs = script.make_agent(envs, args).to(META), script.make_rnet(envs, args).to(META), obs.to(META)
-    for action in (None, torch.zeros(4, dtype=torch.int64, device=META)):
+    action = None
+    for _ in range(2):  # an action is drawn, then looked at again
         action, logprob, entropy, value = agent.get_action_and_value(obs[0], action)
         (logprob + entropy + value).sum().backward()
     assert {tensor.device for tensor in (action, value, *(p.grad for p in agent.parameters()))} == {META}
@@ -43,17 +51,19 @@ def test_training_step(name, obs, flags):
     assert script.gae(rewards, values, ends.bool(), ends.bool(), 0.99, 0.95).device == META
 
     segment_steps = random_segments(np.random.default_rng(0), 20, 4, 0.05)
-    ring = script.Ring(30, obs)
+    keeps_frames = hasattr(script, "FrameRing")
+    ring = script.FrameRing(30, obs) if keeps_frames else script.Ring(30, obs)
     for _ in range(2):
-        ring.add(obs, segment_steps)
+        ring.add(obs, segment_steps, *keeps_frames * [segment_steps])
     rows = ring.rows(ring.size)
     triplets = script.sample_triplets(ring.segment_steps[rows], 2, 5, 5)
     triplets[:3] = rows[triplets[:3]]
     triplets = torch.from_numpy(triplets).to(META)
+    read = ring.read if keeps_frames else lambda rows, envs: ring.obs[rows, envs]
     optimizer = torch.optim.Adam(rnet.parameters(), weight_decay=1e-4)
-    loss, accuracy = script.rnet_loss(rnet, *ring.obs[triplets[:3], triplets[3]], 0.1)
+    loss, accuracy = script.rnet_loss(rnet, *read(triplets[:3], triplets[3]), 0.1)
     loss.backward()
     optimizer.step()
-    embeddings = script.embed_all(rnet.eval(), ring.obs[rows])
+    embeddings = script.embed_all(rnet.eval(), read(rows[:, None], np.arange(4)))
     cost = script.ksp_cost(rnet, embeddings, segment_steps[:15], 2 + np.arange(1, 11), 90.0)
     assert {loss.device, accuracy.device, embeddings.device, cost.device} == {META}

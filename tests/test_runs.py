@@ -121,6 +121,7 @@ def test_signals_end_a_run_well(start, run, tmp_path, number):
     assert len(run(f"--resume {CHECKPOINT}{steps(iterations + 1)}")["history"]) == iterations + 1
 
 
+@pytest.mark.slow
 def test_long_cost_is_interrupted(start):
     """A cost of minutes: Ctrl-C ends the run within seconds."""
     flags = "--num-envs 64 --num-steps 2048 --num-tolerance-samples 900 --max-episode-steps 5000 --rnet oracle --k 2"
@@ -173,7 +174,7 @@ def test_every_flipped_bit_is_refused(script, run, tmp_path, capsys):
 
 def test_loss_that_is_not_finite_is_never_saved(run):
     with pytest.raises(SystemExit) as exit_:
-        run(f"{PPO} --learning-rate 1e30 --max-grad-norm 1e30 --checkpoint-interval 1{steps(5)}")
+        run(f"{PPO} --learning-rate 1e9 --max-grad-norm 1e9 --checkpoint-interval 1{steps(5)}")
     assert "is nan" in exit_.value.code or "is inf" in exit_.value.code
     if os.path.exists(CHECKPOINT):
         saved = torch.load(CHECKPOINT, weights_only=True)
