@@ -284,7 +284,7 @@ SMALL = (
     "--run-name small --cost-scale 0.1 --cost-bias 0.25 --k 2 --num-tolerance-samples 3 --ring-size 260 "
     f"--negative-bias 3 --rnet-reliable-accuracy 0 --rnet-start {2 * BATCH} "
     f"--rnet-intervals {2 * BATCH} {2 * BATCH} {2 * BATCH} --rnet-batch-size 16 --rnet-width 4 --heldout-pairs 64 "
-    "--rnet-triplets 32 --rnet-learning-rate 0.003 --seed 4"
+    "--rnet-triplets 32 --rnet-learning-rate 0.003 --seed 2"
 )
 
 

@@ -439,7 +439,7 @@ def test_a_copy_alone(name, tmp_path):
     shutil.copy(ROOT / name, tmp_path)
     tiny = "--num-envs 2 --num-steps 8 --num-minibatches 1 --total-timesteps 16 --run-name small"
     env_id, domain = ("Hero-v5", "atari") if name == GT_GRID else ("FetchReach-v4", "fetch")
-    command = [sys.executable, "-c", TWICE, name, tiny, f"--env-id {env_id}"]
+    command = [sys.executable, "-W", "ignore", "-c", TWICE, name, tiny, f"--env-id {env_id}"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     _, first, second = result.stderr.split("STARTS\n")
     assert f"{tiny.split()[-1]}/agent.pt" in result.stdout and (tmp_path / "runs/small/agent.pt").exists(), first
