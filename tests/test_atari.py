@@ -297,6 +297,8 @@ def test_reward_of_a_run_is_eq_15(shared_run, rnet_input):
     rows = ring.rows(32 + 6)
     states, segments = ring.read(rows[:, None], np.arange(4)), ring.segment_steps[rows]
     assert torch.equal(states[-32:], result["obs"][1:])
+    anew = load(ATARI).embed_all(result["rnet"], states[-32 - 5 :])  # the window before was embedded after the training
+    torch.testing.assert_close(result["embeddings"], anew, rtol=1e-3, atol=1e-4)
     np.testing.assert_array_equal(segments[-32:], segment_steps[1:])
     begins = np.where(~valid | (rewards != 0), 0, np.concatenate([segments[-33:-32], segment_steps[1:-1]]) + 1)
     np.testing.assert_array_equal(segment_steps[1:], begins)

@@ -449,6 +449,8 @@ def test_reward_of_a_run(shared_run):
     rows = ring.rows(ring.size)
     states = ring.obs[rows]
     assert len(states) == 7 * 32 + 1 and torch.equal(states[-32:], result["obs"][1:])
+    anew = load(FETCH).embed_all(result["rnet"], states[-32 - 7 :])  # the window before was embedded after the training
+    torch.testing.assert_close(result["embeddings"], anew, rtol=1e-3, atol=1e-4)
     rewards, valid = read_episodes(states.numpy(), 12)
     np.testing.assert_array_equal(result["rewards"], rewards[-32:])
     np.testing.assert_array_equal(result["valid"], valid[-32:])

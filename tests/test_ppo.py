@@ -54,7 +54,7 @@ def test_gae_is_the_sum_of_discounted_deltas(seed, gamma, gae_lambda, num_steps,
 def test_network_by_hand(script):
     """The trunk with F.one_hot and zeros behind the last row and column, up to the order of its features; the heads."""
     torch.manual_seed(0)
-    agent, frames = script.make_agent(fake_envs((2, 7, 7, 3)), script.Args()), random_frames(5, 2)
+    agent, frames = script.make_agent(fake_envs((2, 7, 7, 3)), script.Args(stack_observations=1)), random_frames(5, 2)
     trunk, dense, _ = agent.network
     codes = [F.one_hot(frames[..., c].long(), n) for c, n in enumerate((11, 6, 4))]
     x = torch.cat(codes, -1).float()  # (B, 2, W, H, 21)
