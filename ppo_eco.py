@@ -721,17 +721,17 @@ if __name__ == "__main__":
                 triplets = sample_triplets(ring.segment_steps[rows], args.k, args.negative_bias, args.positive_bias)
                 triplets, accuracies = triplets[:, : args.rnet_triplets], []
                 triplets[:3] = rows[triplets[:3]]
-                rnet.train()
                 rnet_optimizer.param_groups[0] |= dict(lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay)
-                for mb_triplets in torch.from_numpy(triplets).to(device).split(args.rnet_batch_size, 1):
-                    mb_obs = ring.obs[mb_triplets[:3], mb_triplets[3]]  # anchors, positives, negatives: (3, B, ...)
-                    loss, accuracy = rnet_loss(rnet, *mb_obs, args.label_smoothing)
-                    rnet_optimizer.zero_grad()
-                    loss.backward()
-                    rnet_optimizer.step()
-                    accuracies.append(accuracy)
-                rnet.eval()
                 if triplets.shape[1]:
+                    rnet.train()
+                    for mb_triplets in torch.from_numpy(triplets).to(device).split(args.rnet_batch_size, 1):
+                        mb_obs = ring.obs[mb_triplets[:3], mb_triplets[3]]  # anchors, positives, negatives: (3, B, ...)
+                        loss, accuracy = rnet_loss(rnet, *mb_obs, args.label_smoothing)
+                        rnet_optimizer.zero_grad()
+                        loss.backward()
+                        rnet_optimizer.step()
+                        accuracies.append(accuracy)
+                    rnet.eval()
                     rnet_accuracies.extend(torch.stack(accuracies).tolist())
                     charts |= {"rnet/loss": loss, "rnet/train_accuracy": torch.stack(accuracies).mean()}
                     charts["rnet/weight_norm"] = nn.utils.get_total_norm([part.detach() for part in rnet.parameters()])

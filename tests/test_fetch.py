@@ -508,7 +508,6 @@ def test_resumed_run_goes_on(run, capsys):
     assert exit_.value.code == 2 and error.count("\n") == 1 and "--resume" in error
 
 
-@pytest.mark.xfail(strict=True, reason="torch splits no triplets into one empty batch, and Adam's decay takes a step")
 def test_training_without_triplets_changes_nothing(run):
     """Episodes too short for a negative, as when all goals are soon reached: the RNet waits as it is."""
     result = run(f"{SMALL} --negative-bias 30 --max-episode-steps 8{steps(3)}", FETCH)
