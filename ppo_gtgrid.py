@@ -5,11 +5,9 @@ Paper: "Episodic Curiosity through Reachability", Savinov et al., ICLR 2019; a b
     python ppo_gtgrid.py                                             # on FourRooms-7x7, minutes on a laptop
     python ppo_gtgrid.py --env-id MiniGrid-KeyDoors-7x7-v0 --bonus-scale 0.03
 
-Differences from the paper: cells are one-hot (`--encoding raw` for the plain numbers); a time limit bootstraps.
-On other domains the world and the network come from the ppo_sprl_<domain>.py beside this file.
+Differences from the paper: those of ppo_sprl_minigrid.py. Other domains need their ppo_sprl_*.py beside this file.
 """
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -83,15 +81,14 @@ class Args:
 
 
 DOMAINS = {  # how a domain's ids look, and its settings where they differ from the defaults, which are MiniGrid's
-    "minigrid": ("MiniGrid-|BabyAI-", {}),
-    "dmlab": ("explore_", dict(
-        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0066, bonus_scale=0.0525, cell_size=30)),
-    "atari": (".*-v5$", dict(
-        total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3, cell_size=16,
-        clip_rewards=True)),
+    "minigrid": ("MiniGrid-", {}),  # and what no other domain claims
+    "dmlab": ("explore_", dict(total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0066,
+        bonus_scale=0.0525, cell_size=30)),
+    "atari": ("MontezumaRevenge-v5", dict(total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000,
+        stack_observations=3, cell_size=16, clip_rewards=True)),  # no other game's position is known
 }  # fmt: skip
 SHOWN = ("charts/episodic_return", "charts/success_rate", "gt-grid/bonus")  # on bar and curve
-LOWEST = {"seed": 0, "stack_observations": 0}
+MAY_BE_0 = ("seed", "stack_observations")  # other whole numbers: from 1
 HIGHEST = {"gamma": 1, "gae_lambda": 1}
 
 
@@ -101,51 +98,31 @@ def fail(message):
     sys.exit(2)
 
 
-def find_domain(env_id):
-    for domain, (pattern, _) in DOMAINS.items():
-        if re.match(pattern, env_id):
-            return domain
-    fail(f"--env-id {env_id}, accepted: an id of {', '.join(DOMAINS)}, like {Args.env_id}")
-
-
-def domain_defaults(argv):
-    """The settings of the domain that --env-id names; --help shows them, other flags change them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--env-id", "--env_id", nargs="?", default=Args.env_id, const=Args.env_id)
-    env_id = parser.parse_known_args(argv)[0].env_id
-    return Args(env_id=env_id, **DOMAINS[find_domain(env_id)][1])
-
-
 def load_domain(env_id):
-    """Where make_envs and the networks come from: this file on MiniGrid, else the ppo_sprl_<domain>.py beside it."""
-    name = f"ppo_sprl_{find_domain(env_id)}"
-    if name == "ppo_sprl_minigrid":
-        return sys.modules[__name__]
+    """The domain's name, its settings where they differ from the defaults, and the module of its worlds and networks:
+    this file on MiniGrid, else the ppo_sprl_<name>.py beside it."""
+    name = next((name for name, (pattern, _) in DOMAINS.items() if re.match(pattern, env_id)), "minigrid")
     try:
-        return importlib.import_module(name)
+        module = sys.modules[__name__] if name == "minigrid" else importlib.import_module(f"ppo_sprl_{name}")
+        return name, DOMAINS[name][1], module
     except ModuleNotFoundError as error:
-        fail(f"--env-id {env_id} needs {name}.py beside this file, and what it imports ({error})")
+        fail(f"--env-id {env_id} needs ppo_sprl_{name}.py beside this file, and what it imports ({error})")
 
 
 def parse_args(default):
-    """The command line on top of the default settings; tyro's boxed errors become one line."""
+    """The command line on top of the default settings. What is wrong with it is said in one line."""
     try:
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            return tyro.cli(Args, default=default)
+            args = tyro.cli(Args, default=default)
     except SystemExit as end:
-        if end.code:  # not --help
-            lines = (line.strip("│╭╮╰╯─ ") for line in errors.getvalue().splitlines()[1:])
-            fail(" ".join(line for line in lines if line and not line.startswith("For full help")))
+        if end.code:  # not --help; tyro draws a box
+            fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
-
-
-def check_args(args):
-    """Refuses values outside LOWEST (or 1 for whole numbers, 0 for others) to HIGHEST before anything is built."""
     for name, value in vars(args).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            low, high = LOWEST.get(name, int(type(number) is int)), HIGHEST.get(name, 2**31 - 1)
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+    return args
 
 
 # ENVIRONMENT #########################################################################################################
@@ -321,15 +298,6 @@ def first_visits(visited, positions, starts, cell_size):
 
 
 # CHECKPOINTS #########################################################################################################
-def lock_folder(run_dir, is_new):
-    """Makes the folder of a new run, and keeps other runs out of it for as long as this process lives."""
-    try:
-        os.makedirs(run_dir, exist_ok=not is_new)
-        return FileLock(f"{run_dir}/lock", timeout=0).acquire()
-    except OSError as error:
-        fail(f"{run_dir}, accepted: a folder {'that can be made anew' if is_new else 'without a live run'} ({error})")
-
-
 def save_checkpoint(checkpoint, path):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
     try:
@@ -348,7 +316,8 @@ def load_checkpoint(path):
         if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
             raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint, Args(**{**checkpoint["args"], "resume": path, "track": False})
+        args = Args(**{**checkpoint["args"], "resume": path, "track": False})
+        return checkpoint, args, checkpoint["global_step"], checkpoint["history"]
     except Exception as error:
         fail(f"--resume {path}, accepted: a whole agent.pt of {os.path.basename(__file__)} ({error!r:.100})")
 
@@ -370,41 +339,43 @@ def plot_curve(history, title, path):
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
     sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-
-    script, checkpoint, global_step = os.path.basename(__file__), None, 0
-    args = parse_args(domain_defaults(sys.argv[1:]))
+    script, checkpoint, global_step, history = os.path.basename(__file__), None, 0, []
+    env_id = re.findall(r"--env[-_]id[= ](\S+)", " ".join(sys.argv)) or [Args.env_id]
+    args = parse_args(Args(**load_domain(env_id[-1])[1]))  # --help shows the domain's settings
     if args.resume is not None:
-        checkpoint, old_args = load_checkpoint(args.resume)
-        args, global_step = parse_args(old_args), checkpoint["global_step"]
-    check_args(args)
-    domain = load_domain(args.env_id)
+        checkpoint, old_args, global_step, history = load_checkpoint(args.resume)
+        args = parse_args(old_args)
+    domain_name, _, domain = load_domain(args.env_id)
+    make_envs, make_agent = domain.make_envs, domain.make_agent
+    method = "gt-grid" if args.bonus_scale else "ppo"
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
-    method = "gt-grid" if args.bonus_scale else "ppo"
     seed = args.seed + 1_000 * (global_step // batch_size)  # a resumed run must not repeat its first episodes
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
-    envs = domain.make_envs(args)
-    if getattr(envs, "map_size", None) is None:
-        fail(f"--env-id {args.env_id} tells no position, accepted: MiniGrid, DeepMind Lab, MontezumaRevenge-v5")
-    if find_domain(args.env_id) == "dmlab":
+    envs = make_envs(args)
+    if domain_name == "dmlab":
         method = f"{method}-{args.engine}"  # the engines' scores are not comparable
-    agent = domain.make_agent(envs, args).to(device)
+    agent = make_agent(envs, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
-    history = []
     if checkpoint:
-        history = checkpoint["history"]
         try:
             for name, part in learned.items():
                 part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.200}")
+
     run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
     run_dir = os.path.dirname(args.resume) or "." if checkpoint else f"runs/{run_name}"
-    lock = lock_folder(run_dir, is_new=checkpoint is None)
+    try:
+        os.makedirs(run_dir, exist_ok=checkpoint is not None)
+        lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
+    except OSError as error:
+        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
@@ -415,8 +386,7 @@ if __name__ == "__main__":
         names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method}
         wandb.init(project=args.wandb_project_name, config=config, resume="allow", sync_tensorboard=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
-    table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in config.items()))
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
@@ -437,10 +407,10 @@ if __name__ == "__main__":
 
     next_obs, info = envs.reset(seed=seed)
     next_done = np.zeros(args.num_envs, bool)
-    obs[0] = torch.from_numpy(next_obs)
+    obs[-1] = torch.from_numpy(next_obs)  # a rollout begins where the last one ended
     visited = np.zeros((args.num_envs, *(1 + side // args.cell_size for side in envs.map_size)), bool)
     first_visits(visited, info["position"][None], np.ones((1, args.num_envs), bool), args.cell_size)
-    end, start_time, start_step = None, time.time(), global_step
+    failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         print(f"{method} on {args.env_id} ({device}) from step {global_step:,}, writing to {run_dir}", flush=True)
@@ -452,6 +422,7 @@ if __name__ == "__main__":
             charts, finished_returns, finished_lengths = {}, [], []
 
             # ROLLOUT #################################################################################################
+            obs[0] = obs[-1]
             for step in range(args.num_steps):
                 with torch.inference_mode():
                     actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
@@ -466,8 +437,7 @@ if __name__ == "__main__":
                 finished_lengths += episode_lengths[next_done].tolist()
 
             # INTRINSIC REWARD ########################################################################################
-            learning_rewards = rewards.clip(-1, 1) if args.clip_rewards else rewards
-            total_rewards = torch.from_numpy(learning_rewards).to(device)
+            total_rewards = torch.from_numpy(rewards.clip(-1, 1) if args.clip_rewards else rewards).to(device)
             bonus = torch.from_numpy(first_visits(visited, positions, ~valid, args.cell_size)).to(device)
             total_rewards = total_rewards + args.bonus_scale * bonus
             charts["gt-grid/bonus"] = bonus.sum() / valid.sum()
@@ -540,13 +510,12 @@ if __name__ == "__main__":
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
-            obs[0] = obs[-1]
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save()
     except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
-        end = error
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        failure = error if isinstance(error, OSError) else None
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr, flush=True)
 
@@ -555,9 +524,9 @@ if __name__ == "__main__":
     writer.close()
     outcome = "no episode has ended"
     if recent_returns:
-        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes, {run_dir}/curve.png"
+        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes"
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
     with contextlib.suppress(OSError):  # `| head` may have closed stdout
         os.write(1, f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
-    if isinstance(end, OSError):
-        sys.exit(f"error: {end}")
+    if failure:
+        sys.exit(f"error: {failure}")

@@ -5,11 +5,10 @@ Paper: "Curiosity-driven Exploration by Self-supervised Prediction", Pathak et a
     python ppo_icm.py                                                # on FourRooms-7x7, minutes on a laptop
     python ppo_icm.py --env-id FetchReach-v4                         # needs ppo_sprl_fetch.py beside this file
 
-Differences from the SPRL paper, whose baseline this is: cells are one-hot; a time limit bootstraps; the features, which
-it does not describe, are our RNet's branch on MiniGrid and begin with the policy's network elsewhere.
+Differences from the paper: those of ppo_sprl_minigrid.py. Only the inverse model trains the features, or the forward
+model would make them constant. The bonus is divided by its mean over the rollout (both after Burda et al. 2019).
 """
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -81,26 +80,25 @@ class Args:
     level_cache: str | None = None  # DMLab: folder where deepmind_lab's compiled maps are kept
 
     # ICM
-    bonus_scale: float = 0.1  # weight of the bonus; 0 is plain PPO (paper: 0.1)
-    bonus_clip: float = 0.0  # largest bonus before it is weighted; 0 is no limit
+    bonus_scale: float = 0.001  # weight of the bonus, whose mean is 1; 0 is plain PPO (paper: 0.1, not divided)
+    bonus_clip: float = 5.0  # largest bonus before it is weighted
     forward_loss_weight: float = 0.8  # share of the forward model in ICM's loss; the inverse has the rest (paper: 0.8)
     icm_loss_scale: float = 0.3  # weight of ICM's loss in the joint loss (paper: 0.3)
 
 
 DOMAINS = {  # how a domain's ids look, and its settings where they differ from the defaults, which are MiniGrid's
-    "minigrid": ("MiniGrid-|BabyAI-", {}),
+    "minigrid": ("MiniGrid-", {}),  # and what no other domain claims
     "fetch": ("Fetch", dict(
-        total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50, bonus_scale=0.001,
-        forward_loss_weight=1.0, icm_loss_scale=1.0)),
+        total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50, icm_loss_scale=1.0)),
     "dmlab": ("explore_", dict(
-        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0042, bonus_scale=0.55, bonus_clip=1.0,
-        forward_loss_weight=0.96, icm_loss_scale=64.0)),
+        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0042, forward_loss_weight=0.96,
+        icm_loss_scale=64.0)),
     "atari": (".*-v5$", dict(
         total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3,
-        clip_rewards=True, bonus_scale=0.01, forward_loss_weight=1.0, icm_loss_scale=1.0)),
+        clip_rewards=True, icm_loss_scale=1.0)),
 }  # fmt: skip
 SHOWN = ("charts/episodic_return", "charts/success_rate", "icm/bonus", "icm/forward_loss", "icm/inverse_loss")
-LOWEST = {"seed": 0, "stack_observations": 0}
+MAY_BE_0 = ("seed", "stack_observations")  # other whole numbers: from 1
 HIGHEST = {"gamma": 1, "gae_lambda": 1, "forward_loss_weight": 1}
 
 
@@ -110,51 +108,31 @@ def fail(message):
     sys.exit(2)
 
 
-def find_domain(env_id):
-    for domain, (pattern, _) in DOMAINS.items():
-        if re.match(pattern, env_id):
-            return domain
-    fail(f"--env-id {env_id}, accepted: an id of {', '.join(DOMAINS)}, like {Args.env_id}")
-
-
-def domain_defaults(argv):
-    """The settings of the domain that --env-id names; --help shows them, other flags change them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--env-id", "--env_id", nargs="?", default=Args.env_id, const=Args.env_id)
-    env_id = parser.parse_known_args(argv)[0].env_id
-    return Args(env_id=env_id, **DOMAINS[find_domain(env_id)][1])
-
-
 def load_domain(env_id):
-    """Where make_envs and the networks come from: this file on MiniGrid, else the ppo_sprl_<domain>.py beside it."""
-    name = f"ppo_sprl_{find_domain(env_id)}"
-    if name == "ppo_sprl_minigrid":
-        return sys.modules[__name__]
+    """The domain's name, its settings where they differ from the defaults, and the module of its worlds and networks:
+    this file on MiniGrid, else the ppo_sprl_<name>.py beside it."""
+    name = next((name for name, (pattern, _) in DOMAINS.items() if re.match(pattern, env_id)), "minigrid")
     try:
-        return importlib.import_module(name)
+        module = sys.modules[__name__] if name == "minigrid" else importlib.import_module(f"ppo_sprl_{name}")
+        return name, DOMAINS[name][1], module
     except ModuleNotFoundError as error:
-        fail(f"--env-id {env_id} needs {name}.py beside this file, and what it imports ({error})")
+        fail(f"--env-id {env_id} needs ppo_sprl_{name}.py beside this file, and what it imports ({error})")
 
 
 def parse_args(default):
-    """The command line on top of the default settings; tyro's boxed errors become one line."""
+    """The command line on top of the default settings. What is wrong with it is said in one line."""
     try:
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            return tyro.cli(Args, default=default)
+            args = tyro.cli(Args, default=default)
     except SystemExit as end:
-        if end.code:  # not --help
-            lines = (line.strip("│╭╮╰╯─ ") for line in errors.getvalue().splitlines()[1:])
-            fail(" ".join(line for line in lines if line and not line.startswith("For full help")))
+        if end.code:  # not --help; tyro draws a box
+            fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
-
-
-def check_args(args):
-    """Refuses values outside LOWEST (or 1 for whole numbers, 0 for others) to HIGHEST before anything is built."""
     for name, value in vars(args).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            low, high = LOWEST.get(name, int(type(number) is int)), HIGHEST.get(name, 2**31 - 1)
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+    return args
 
 
 # ENVIRONMENT #########################################################################################################
@@ -323,14 +301,13 @@ class ICM(nn.Module):
 
     def __init__(self, envs, args, dim=128, hidden=256):
         super().__init__()
-        obs_space, space = envs.single_observation_space, envs.single_action_space
-        if find_domain(args.env_id) == "minigrid":
-            trunk = GridCNN(obs_space.shape, args.encoding, num_frames=1)
-            num_features = trunk.out_features
-        else:
-            agent = load_domain(args.env_id).make_agent(envs, args)
-            trunk, num_features = agent.network, agent.actor.in_features
-        self.embed = nn.Sequential(trunk, nn.Linear(num_features, dim), nn.ReLU())  # phi
+        space = envs.single_action_space
+        name, _, domain = load_domain(args.env_id)
+        agent = domain.make_agent(envs, args)
+        trunk, num_features = agent.network, agent.actor.in_features
+        if name == "minigrid":  # the convolutions are enough
+            trunk, num_features = trunk[0], trunk[0].out_features
+        self.embed = nn.Sequential(trunk, nn.Linear(num_features, dim))  # phi
         self.num_actions = int(space.n) if isinstance(space, gym.spaces.Discrete) else None
         action_dim = self.num_actions or space.shape[0]
         self.inverse = nn.Sequential(nn.Linear(2 * dim, hidden), nn.ReLU(), nn.Linear(hidden, action_dim))
@@ -356,15 +333,6 @@ def embed_all(rnet, obs, chunk=1024):
 
 
 # CHECKPOINTS #########################################################################################################
-def lock_folder(run_dir, is_new):
-    """Makes the folder of a new run, and keeps other runs out of it for as long as this process lives."""
-    try:
-        os.makedirs(run_dir, exist_ok=not is_new)
-        return FileLock(f"{run_dir}/lock", timeout=0).acquire()
-    except OSError as error:
-        fail(f"{run_dir}, accepted: a folder {'that can be made anew' if is_new else 'without a live run'} ({error})")
-
-
 def save_checkpoint(checkpoint, path):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
     try:
@@ -383,7 +351,8 @@ def load_checkpoint(path):
         if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
             raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint, Args(**{**checkpoint["args"], "resume": path, "track": False})
+        args = Args(**{**checkpoint["args"], "resume": path, "track": False})
+        return checkpoint, args, checkpoint["global_step"], checkpoint["history"]
     except Exception as error:
         fail(f"--resume {path}, accepted: a whole agent.pt of {os.path.basename(__file__)} ({error!r:.100})")
 
@@ -405,46 +374,49 @@ def plot_curve(history, title, path):
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
     sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-
-    script, checkpoint, global_step = os.path.basename(__file__), None, 0
-    args = parse_args(domain_defaults(sys.argv[1:]))
+    script, checkpoint, global_step, history = os.path.basename(__file__), None, 0, []
+    env_id = re.findall(r"--env[-_]id[= ](\S+)", " ".join(sys.argv)) or [Args.env_id]
+    args = parse_args(Args(**load_domain(env_id[-1])[1]))  # --help shows the domain's settings
     if args.resume is not None:
-        checkpoint, old_args = load_checkpoint(args.resume)
-        args, global_step = parse_args(old_args), checkpoint["global_step"]
-    check_args(args)
+        checkpoint, old_args, global_step, history = load_checkpoint(args.resume)
+        args = parse_args(old_args)
+    domain_name, _, domain = load_domain(args.env_id)
+    make_envs, make_agent = domain.make_envs, domain.make_agent
+    method = "icm" if args.bonus_scale else "ppo"
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
-    method = "icm" if args.bonus_scale else "ppo"
-    domain_name, domain = find_domain(args.env_id), load_domain(args.env_id)
     seed = args.seed + 1_000 * (global_step // batch_size)  # a resumed run must not repeat its first episodes
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
 
-    envs = domain.make_envs(args)
-    agent = domain.make_agent(envs, args).to(device)
-    icm = ICM(envs, args).to(device) if args.bonus_scale else None
-    parameters = [*agent.parameters(), *(icm.parameters() if icm else ())]
-    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-5, fused=True)
+    envs = make_envs(args)
+    agent = make_agent(envs, args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
-    scaler = None
-    if icm:
-        learned["icm"] = icm
+    icm = scaler = None
+    if args.bonus_scale:
+        icm = learned["icm"] = ICM(envs, args).to(device)
+        optimizer.add_param_group({"params": icm.parameters()})  # of a constant learning rate
     if domain_name == "fetch":
-        scaler = learned["scaler"] = domain.ReturnScaler(args.num_envs)
+        scaler = learned["scaler"] = domain.ReturnScaler(args.num_envs).to(device)
     if domain_name == "dmlab":
         method = f"{method}-{args.engine}"  # the engines' scores are not comparable
-    history = []
     if checkpoint:
-        history = checkpoint["history"]
         try:
             for name, part in learned.items():
                 part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.200}")
+
     run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
     run_dir = os.path.dirname(args.resume) or "." if checkpoint else f"runs/{run_name}"
-    lock = lock_folder(run_dir, is_new=checkpoint is None)
+    try:
+        os.makedirs(run_dir, exist_ok=checkpoint is not None)
+        lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
+    except OSError as error:
+        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
@@ -455,8 +427,7 @@ if __name__ == "__main__":
         names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method}
         wandb.init(project=args.wandb_project_name, config=config, resume="allow", sync_tensorboard=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
-    table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in config.items()))
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
@@ -474,10 +445,10 @@ if __name__ == "__main__":
         progress |= {"global_step": global_step, "history": history}
         save_checkpoint(progress | {name: part.state_dict() for name, part in learned.items()}, f"{run_dir}/agent.pt")
 
-    next_obs, _ = envs.reset(seed=seed)
+    next_obs, info = envs.reset(seed=seed)
     next_done = np.zeros(args.num_envs, bool)
-    obs[0] = torch.from_numpy(next_obs)
-    end, start_time, start_step = None, time.time(), global_step
+    obs[-1] = torch.from_numpy(next_obs)  # a rollout begins where the last one ended
+    failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         print(f"{method} on {args.env_id} ({device}) from step {global_step:,}, writing to {run_dir}", flush=True)
@@ -489,10 +460,11 @@ if __name__ == "__main__":
             charts, finished_returns, finished_lengths = {}, [], []
 
             # ROLLOUT #################################################################################################
+            obs[0] = obs[-1]
             for step in range(args.num_steps):
                 with torch.inference_mode():
                     actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
-                next_obs, reward, terminations[step], truncations[step], _ = envs.step(actions[step].cpu().numpy())
+                next_obs, reward, terminations[step], truncations[step], info = envs.step(actions[step].cpu().numpy())
                 obs[step + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
                 valid[step], rewards[step] = ~next_done, reward
                 next_done = terminations[step] | truncations[step]
@@ -502,15 +474,17 @@ if __name__ == "__main__":
                 finished_lengths += episode_lengths[next_done].tolist()
 
             # INTRINSIC REWARD ########################################################################################
-            learning_rewards = rewards.clip(-1, 1) if args.clip_rewards else rewards
-            learning_rewards = scaler(rewards, valid, args.gamma) if scaler else learning_rewards
-            total_rewards = torch.from_numpy(learning_rewards).to(device)
+            total_rewards = torch.from_numpy(rewards.clip(-1, 1) if args.clip_rewards else rewards).to(device)
             if icm:
                 phi = embed_all(icm, obs)  # (T + 1, N, dim)
                 with torch.inference_mode():
-                    bonus = icm.forward_error(phi[:-1], phi[1:], actions).clamp(max=args.bonus_clip or torch.inf)
+                    error = icm.forward_error(phi[:-1], phi[1:], actions) * torch.from_numpy(valid).to(device)
+                mean_error = error.sum() / valid.sum()
+                bonus = (error / mean_error).clamp(max=args.bonus_clip)
                 total_rewards = total_rewards + args.bonus_scale * bonus
-                charts["icm/bonus"] = (bonus * torch.from_numpy(valid).to(device)).sum() / valid.sum()
+                charts |= {"icm/bonus": bonus.sum() / valid.sum(), "icm/forward_error": mean_error}
+            if scaler:
+                total_rewards = scaler(total_rewards, torch.from_numpy(valid).to(device), args.gamma)
 
             # ADVANTAGE ###############################################################################################
             with torch.inference_mode():
@@ -555,15 +529,15 @@ if __name__ == "__main__":
                     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
                     if icm:
                         mb_obs = torch.cat([b_obs[mb_inds], obs[1:].flatten(0, 1)[mb_inds]])  # and the next ones
-                        transitions = (*icm.embed(mb_obs).chunk(2), b_actions[mb_inds])
-                        forward_loss = icm.forward_error(*transitions).mean()
-                        inverse_loss = icm.inverse_error(*transitions).mean()
+                        phi, next_phi = icm.embed(mb_obs).chunk(2)
+                        forward_loss = icm.forward_error(phi.detach(), next_phi.detach(), b_actions[mb_inds]).mean()
+                        inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
                         weight = args.forward_loss_weight
                         loss = loss + args.icm_loss_scale * (weight * forward_loss + (1 - weight) * inverse_loss)
                         charts |= {"icm/forward_loss": forward_loss, "icm/inverse_loss": inverse_loss}
                     optimizer.zero_grad()
                     loss.backward()
-                    grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                     optimizer.step()
             charts |= {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy_loss}
             charts |= {"losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean()}
@@ -588,13 +562,12 @@ if __name__ == "__main__":
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
-            obs[0] = obs[-1]
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save()
     except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
-        end = error
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        failure = error if isinstance(error, OSError) else None
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr, flush=True)
 
@@ -603,9 +576,9 @@ if __name__ == "__main__":
     writer.close()
     outcome = "no episode has ended"
     if recent_returns:
-        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes, {run_dir}/curve.png"
+        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes"
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
     with contextlib.suppress(OSError):  # `| head` may have closed stdout
         os.write(1, f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
-    if isinstance(end, OSError):
-        sys.exit(f"error: {end}")
+    if failure:
+        sys.exit(f"error: {failure}")

@@ -12,6 +12,7 @@ percentile are what we measured to work best; a time limit bootstraps; the RNet'
 import contextlib
 import io
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -83,18 +84,18 @@ class Args:
     negative_bias: int = 20  # Delta-: negatives lie at least k + Delta- steps after the anchor (paper: 20)
     positive_bias: int = 5  # Delta+: the next anchor lies 1..Delta+ steps after the positive (paper: 5)
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)  # steps between RNet trainings: to 1M, to 2M, after
-    rnet_start: int = 15_000  # steps in the ring before the first RNet training
+    rnet_start: int = 15_000  # steps in the ring before the first RNet training (authors' code: 30K)
     rnet_triplets: int = 2_500  # most triplets, two pairs each, of one RNet training (authors' code: 15K)
     rnet_batch_size: int = 64  # triplets per RNet minibatch (authors' code: 64)
     rnet_learning_rate: float = 1e-3  # of the RNet's Adam (authors' code: 3e-4)
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
-    rnet_reliable_accuracy: float = 0.75  # no cost until the mean of 20 training accuracies passes this
+    rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
 
 
 SHOWN = ("charts/episodic_return", "charts/success_rate", "sprl/cost_rate", "rnet/heldout_accuracy")  # on bar and curve
-LOWEST = {"seed": 0, "stack_observations": 0, "tolerance": 0, "negative_bias": 0, "rnet_start": 0, "cost_bias": -1000}
+MAY_BE_0 = ("seed", "stack_observations", "tolerance", "negative_bias", "rnet_start")  # other whole numbers: from 1
 HIGHEST = {"gamma": 1, "gae_lambda": 1, "label_smoothing": 1, "rnet_reliable_accuracy": 1, "cost_percentile": 100}
 
 
@@ -105,24 +106,19 @@ def fail(message):
 
 
 def parse_args(default):
-    """The command line on top of the default settings; tyro's boxed errors become one line."""
+    """The command line on top of the default settings. What is wrong with it is said in one line."""
     try:
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            return tyro.cli(Args, default=default)
+            args = tyro.cli(Args, default=default)
     except SystemExit as end:
-        if end.code:  # not --help
-            lines = (line.strip("│╭╮╰╯─ ") for line in errors.getvalue().splitlines()[1:])
-            fail(" ".join(line for line in lines if line and not line.startswith("For full help")))
+        if end.code:  # not --help; tyro draws a box
+            fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
-
-
-def check_args(args):
-    """Refuses values outside LOWEST (or 1 for whole numbers, 0 for others) to HIGHEST before anything is built."""
     for name, value in vars(args).items():
-        for number in value if isinstance(value, tuple) else (value,):
-            low, high = LOWEST.get(name, int(type(number) is int)), HIGHEST.get(name, 2**31 - 1)
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
+    return args
 
 
 # ENVIRONMENT #########################################################################################################
@@ -296,9 +292,7 @@ class GridRNet(nn.Module):
         self.branch = nn.Sequential(trunk, nn.Linear(trunk.out_features, 128), nn.ReLU())
         self.early = nn.Linear(128, hidden)
         self.late = nn.Linear(128, hidden, bias=False)
-        # begin with the difference of the embeddings, for most of the task is to tell "same" from "other": held-out
-        # accuracy 0.82 after two trainings and not 0.55
-        self.late.weight.data = -self.early.weight.data
+        self.late.weight.data = -self.early.weight.data  # begin with a difference, which learns sooner
         self.head = nn.Sequential(nn.ReLU(), nn.Linear(hidden, 1))
 
     def embed(self, obs):  # (B, frames, W, H, 3) uint8 -> (B, 2, hidden): as the early and as the late state of a pair
@@ -327,11 +321,10 @@ def compare_all(rnet, embeddings, early, late, chunk=16_384):
 
 
 def rnet_loss(rnet, anchors, positives, negatives, label_smoothing):
-    """-log R(anc, +) - log(1 - R(anc, -)), Eq. 20, with smoothed labels; and the accuracy. Both kinds of pairs are one
-    batch: normalized apart, they would look alike."""
+    """Eq. 20, -log R(anc, +) - log(1 - R(anc, -)), with smoothed labels; and the accuracy."""
     embeddings = rnet.embed(torch.cat([anchors, positives, negatives]))
     early, late = embeddings[: len(anchors), 0], embeddings[len(anchors) :, 1]
-    logits = rnet.compare(torch.cat([early, early]), late)
+    logits = rnet.compare(torch.cat([early, early]), late)  # one batch: normalized apart, both kinds would look alike
     is_positive = torch.arange(len(logits), device=logits.device) < len(anchors)
     labels = torch.where(is_positive, 1 - label_smoothing / 2, label_smoothing / 2)
     accuracy = ((logits > 0) == is_positive).float().mean()
@@ -353,8 +346,7 @@ class Ring:
         self.head = (self.head + len(obs)) % len(self.obs)
         self.size = min(self.size + len(obs), len(self.obs))
 
-    def rows(self, newest):
-        """Rows of the newest states, oldest first."""
+    def rows(self, newest):  # of the newest states, oldest first
         return (self.head - newest + np.arange(newest)) % len(self.obs)
 
 
@@ -382,15 +374,16 @@ def sample_triplets(segment_steps, k, negative_bias, positive_bias):
 
 
 def sample_heldout(segment_steps, k, tolerance, negative_bias, num_pairs):
-    """Appendix B's validation pairs: positives from [t+1, t+k+Dt], negatives from [t+k+Dt+D-, t+k+Dt+2D-]. Anchors,
-    positives and negatives (3, B), as numbers t * N + n."""
+    """Appendix B's validation pairs: positives from [t+1, t+k+Dt], then as many negatives from [t+k+Dt+D-, t+k+Dt+2D-].
+    The early and the late states (2, B) as numbers t * N + n."""
     ends, near = segment_ends(segment_steps), k + tolerance
     anchors, envs = (np.arange(len(ends))[:, None] + near + negative_bias <= ends).nonzero()
     pick = np.random.randint(0, len(anchors), num_pairs if len(anchors) else 0)
     anchors, envs, nearest = anchors[pick], envs[pick], anchors[pick] + near + negative_bias
     positives = np.random.randint(anchors + 1, anchors + near + 1)
     negatives = np.random.randint(nearest, np.minimum(nearest + negative_bias, ends[anchors, envs]) + 1)
-    return np.stack([anchors, positives, negatives]) * ends.shape[1] + envs
+    pairs = np.stack([np.append(anchors, anchors), np.append(positives, negatives)])
+    return pairs * ends.shape[1] + np.append(envs, envs)
 
 
 # INTRINSIC REWARD ####################################################################################################
@@ -411,15 +404,6 @@ def ksp_cost(rnet, embeddings, segment_steps, gaps, percentile):
 
 
 # CHECKPOINTS #########################################################################################################
-def lock_folder(run_dir, is_new):
-    """Makes the folder of a new run, and keeps other runs out of it for as long as this process lives."""
-    try:
-        os.makedirs(run_dir, exist_ok=not is_new)
-        return FileLock(f"{run_dir}/lock", timeout=0).acquire()
-    except OSError as error:
-        fail(f"{run_dir}, accepted: a folder {'that can be made anew' if is_new else 'without a live run'} ({error})")
-
-
 def save_checkpoint(checkpoint, path):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
     try:
@@ -438,7 +422,8 @@ def load_checkpoint(path):
         if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
             raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint, Args(**{**checkpoint["args"], "resume": path, "track": False})
+        args = Args(**{**checkpoint["args"], "resume": path, "track": False})
+        return checkpoint, args, checkpoint["global_step"], checkpoint["history"]
     except Exception as error:
         fail(f"--resume {path}, accepted: a whole agent.pt of {os.path.basename(__file__)} ({error!r:.100})")
 
@@ -460,16 +445,14 @@ def plot_curve(history, title, path):
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
     sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-
-    script, args, checkpoint, global_step = os.path.basename(__file__), parse_args(Args()), None, 0
+    script, checkpoint, global_step, history = os.path.basename(__file__), None, 0, []
+    args = parse_args(Args())
     if args.resume is not None:
-        checkpoint, old_args = load_checkpoint(args.resume)
-        args, global_step = parse_args(old_args), checkpoint["global_step"]
-    check_args(args)
+        checkpoint, old_args, global_step, history = load_checkpoint(args.resume)
+        args = parse_args(old_args)
+    method = ("sprl" if args.rnet == "learned" else "gt-sprl") if args.cost_scale else "ppo"
     batch_size = args.num_envs * args.num_steps
     num_iterations = max(1, args.total_timesteps // batch_size)
-    method = ("sprl" if args.rnet == "learned" else "gt-sprl") if args.cost_scale else "ppo"
-    gaps = args.k + args.tolerance * np.arange(1, args.num_tolerance_samples + 1)  # a cost looks that many steps back
-    window = int(gaps[-1])
     seed = args.seed + 1_000 * (global_step // batch_size)  # a resumed run must not repeat its first episodes
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -489,19 +472,23 @@ if __name__ == "__main__":
         from analysis.oracle import Oracle
 
         envs = rnet = Oracle(envs, args.k - 1)  # the worlds, which know what is reachable in them
-    history, rnet_accuracies = [], deque(20 * [float(method == "gt-sprl")], maxlen=20)
-    next_rnet_step = global_step + args.rnet_start  # a resumed run fills its ring first
+    gaps = args.k + args.tolerance * np.arange(1, args.num_tolerance_samples + 1)  # a cost looks that many steps back
+    window = int(gaps[-1])
+    next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
     if checkpoint:
-        history = checkpoint["history"]
-        rnet_accuracies.extend(checkpoint["rnet_accuracies"])
         try:
             for name, part in learned.items():
                 part.load_state_dict(checkpoint[name])
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"--resume {args.resume} does not fit these settings: {error!r:.200}")
+
     run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
     run_dir = os.path.dirname(args.resume) or "." if checkpoint else f"runs/{run_name}"
-    lock = lock_folder(run_dir, is_new=checkpoint is None)
+    try:
+        os.makedirs(run_dir, exist_ok=checkpoint is not None)
+        lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
+    except OSError as error:
+        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
@@ -512,8 +499,7 @@ if __name__ == "__main__":
         names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method}
         wandb.init(project=args.wandb_project_name, config=config, resume="allow", sync_tensorboard=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
-    table = "\n".join(f"|{key}|{value}|" for key, value in config.items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in config.items()))
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
@@ -529,18 +515,18 @@ if __name__ == "__main__":
 
     def save():
         progress = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
-        progress |= {"global_step": global_step, "history": history, "rnet_accuracies": list(rnet_accuracies)}
+        progress |= {"global_step": global_step, "history": history}
         save_checkpoint(progress | {name: part.state_dict() for name, part in learned.items()}, f"{run_dir}/agent.pt")
 
-    next_obs, _ = envs.reset(seed=seed)
+    next_obs, info = envs.reset(seed=seed)
     next_done = np.zeros(args.num_envs, bool)
-    obs[0] = torch.from_numpy(next_obs)
+    obs[-1] = torch.from_numpy(next_obs)  # a rollout begins where the last one ended
     if method == "sprl":
         ring = Ring(max(args.ring_size // args.num_envs, args.num_steps, window + 1), obs)
-        ring.add(obs[:1], segment_steps[:1])
+        ring.add(obs[-1:], segment_steps[-1:])
     if rnet:
-        embeddings = torch.cat(window * [embed_all(rnet, obs[:1])])  # the last is real, no pair has the others
-    end, start_time, start_step = None, time.time(), global_step
+        embeddings = torch.cat(window * [embed_all(rnet, obs[-1:])])  # the last is real, no pair has the others
+    failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         print(f"{method} on {args.env_id} ({device}) from step {global_step:,}, writing to {run_dir}", flush=True)
@@ -552,10 +538,12 @@ if __name__ == "__main__":
             charts, finished_returns, finished_lengths = {}, [], []
 
             # ROLLOUT #################################################################################################
+            obs[0] = obs[-1]
+            segment_steps[0] = segment_steps[-1]
             for step in range(args.num_steps):
                 with torch.inference_mode():
                     actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
-                next_obs, reward, terminations[step], truncations[step], _ = envs.step(actions[step].cpu().numpy())
+                next_obs, reward, terminations[step], truncations[step], info = envs.step(actions[step].cpu().numpy())
                 obs[step + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
                 valid[step], rewards[step] = ~next_done, reward
                 next_done = terminations[step] | truncations[step]
@@ -567,10 +555,10 @@ if __name__ == "__main__":
 
             # INTRINSIC REWARD ########################################################################################
             total_rewards = torch.from_numpy(rewards).to(device)
-            rnet_is_reliable = np.mean(rnet_accuracies) > args.rnet_reliable_accuracy
+            rnet_is_reliable = any(row.get("rnet/heldout_accuracy", 0) > args.rnet_reliable_accuracy for row in history)
             if rnet:  # each state is embedded once, and once more when the RNet has changed
                 embeddings = torch.cat([embeddings[-window:], embed_all(rnet, obs[1:])])  # (window + T, N, 2, ...)
-            if rnet and rnet_is_reliable:
+            if rnet and (rnet_is_reliable or method == "gt-sprl"):
                 cost = ksp_cost(rnet, embeddings, segment_steps[1:], gaps, args.cost_percentile)
                 total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 15, with a bias
                 charts["sprl/cost_rate"] = (cost * torch.from_numpy(valid).to(device)).sum() / valid.sum()
@@ -629,12 +617,12 @@ if __name__ == "__main__":
             if ring:
                 ring.add(obs[1:], segment_steps[1:])
             if ring and global_step >= next_rnet_step:
-                # Accuracy on the newest rollout, which the RNet has not trained on yet (Appendix B)
-                ids = sample_heldout(segment_steps[1:], args.k, args.tolerance, args.negative_bias, args.heldout_pairs)
-                if ids.shape[1]:
-                    early, near, far = torch.from_numpy(ids).to(device)
-                    near = compare_all(rnet, embeddings[-args.num_steps :], early, near)
-                    far = compare_all(rnet, embeddings[-args.num_steps :], early, far)
+                pairs = sample_heldout(
+                    segment_steps[1:], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
+                )
+                if pairs.shape[1]:  # of the newest rollout, which the RNet has not trained on yet (Appendix B)
+                    early, late = torch.from_numpy(pairs).to(device)
+                    near, far = compare_all(rnet, embeddings[-args.num_steps :], early, late).chunk(2)
                     charts["rnet/heldout_accuracy"] = torch.cat([near > 0, far <= 0]).float().mean()
 
                 rows = ring.rows(ring.size)
@@ -652,11 +640,12 @@ if __name__ == "__main__":
                         rnet_optimizer.step()
                         accuracies.append(accuracy)
                     rnet.eval()
-                    rnet_accuracies.extend(torch.stack(accuracies).tolist())
                     charts |= {"rnet/loss": loss, "rnet/train_accuracy": torch.stack(accuracies).mean()}
-                    charts["rnet/weight_norm"] = nn.utils.get_total_norm([part.detach() for part in rnet.parameters()])
                     embeddings = embed_all(rnet, ring.obs[ring.rows(window)])
                 charts["rnet/triplets"] = triplets.shape[1]
+                empty_trainings = 0 if triplets.shape[1] else empty_trainings + 1
+                if empty_trainings == 5:
+                    print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
                 next_rnet_step = global_step + args.rnet_intervals[(global_step >= 1e6) + (global_step >= 2e6)]
 
             # LOG #####################################################################################################
@@ -677,13 +666,12 @@ if __name__ == "__main__":
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
-            obs[0], segment_steps[0] = obs[-1], segment_steps[-1]
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save()
     except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
-        end = error
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+        failure = error if isinstance(error, OSError) else None
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr, flush=True)
 
@@ -692,9 +680,9 @@ if __name__ == "__main__":
     writer.close()
     outcome = "no episode has ended"
     if recent_returns:
-        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes, {run_dir}/curve.png"
+        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes"
         plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
     with contextlib.suppress(OSError):  # `| head` may have closed stdout
         os.write(1, f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
-    if isinstance(end, OSError):
-        sys.exit(f"error: {end}")
+    if failure:
+        sys.exit(f"error: {failure}")

@@ -30,8 +30,8 @@ if __name__ == "__main__":
     for size in ("7x7", "11x11"):
         env_id = f"MiniGrid-FourRooms-{size}-v0"
         contenders = {
-            "GridWorlds": script.GridWorlds(env_id, NUM_ENVS, 100),
-            "SyncVectorEnv": gym.vector.SyncVectorEnv([lambda env_id=env_id: farama(script, env_id)] * NUM_ENVS),
+            "GridWorlds": script.GridWorlds(env_id, NUM_ENVS, 1, 100),
+            "SyncVectorEnv": gym.vector.SyncVectorEnv([lambda env_id=env_id: farama(env_id)] * NUM_ENVS),
         }
         actions = np.random.default_rng(0).integers(0, 7, (NUM_STEPS, NUM_ENVS))
         speeds = {name: [] for name in contenders}

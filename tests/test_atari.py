@@ -190,7 +190,7 @@ def lively_rnet(atari, rnet_input):
     torch.manual_seed(1)
     rnet = atari.make_rnet(None, atari.Args(rnet_width=4, rnet_input=rnet_input)).eval()
     for part in rnet.modules():
-        if isinstance(part, torch.nn.GroupNorm):
+        if isinstance(part, (torch.nn.GroupNorm, torch.nn.LayerNorm)):
             part.weight.data.uniform_(0.5, 1.5), part.bias.data.uniform_(-0.5, 0.5)
         elif isinstance(part, torch.nn.Linear):
             part.weight.data *= 2
@@ -199,19 +199,18 @@ def lively_rnet(atari, rnet_input):
 
 @torch.no_grad()
 def judge(rnet, early, late):
-    """Logits (B,) of pairs of stacks, from the images: (late, late - early) as the paper says, or a layer on both
-    embeddings."""
+    """Logits (B,) of pairs of stacks: a layer on the embeddings of two images, which are late - early and late, as the paper
+    says, or early and late; then normalized layers."""
     early, late = early / 255, late / 255
-    if hasattr(rnet, "late"):
-        x = torch.cat([hand_resnet(rnet.branch, images, (2, 2, 1), 4) for images in (early, late)], 1)
-        x = x @ torch.cat([rnet.early.weight, rnet.late.weight], 1).T + rnet.early.bias
-    else:
-        x = hand_resnet(rnet.branch, torch.cat([late, late - early], 1), (2, 2, 1), 4)
-        x = x @ rnet.early.weight.T + rnet.early.bias
-    linears = [layer for layer in rnet.head if hasattr(layer, "weight")]
-    assert [layer.out_features for layer in linears] == [32, 32, 1]
-    for layer in linears:
-        x = F.linear(x.clamp(min=0), layer.weight, layer.bias)
+    images = (late - early, late) if rnet.is_pixel else (early, late)
+    x = torch.cat([hand_resnet(rnet.branch, image, (2, 2, 1), 4) for image in images], 1)
+    x = x @ torch.cat([rnet.early.weight, rnet.late.weight], 1).T + rnet.early.bias
+    linears = [layer for layer in rnet.head if isinstance(layer, torch.nn.Linear)]
+    norms = [layer for layer in rnet.head if isinstance(layer, torch.nn.LayerNorm)]
+    assert [layer.out_features for layer in linears] == [32, 32, 1] and len({id(layer) for layer in linears}) == 3
+    for norm, layer in zip(norms, linears, strict=True):
+        x = (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        x = F.linear((x * norm.weight + norm.bias).clamp(min=0), layer.weight, layer.bias)
     return x[:, 0]
 
 
@@ -220,7 +219,7 @@ def test_rnet_by_hand(atari, rnet_input):
     """Six pairs; `embed` and `compare` one by one, by chunks, and as one batch of positives and negatives."""
     rnet, (early, late) = lively_rnet(atari, rnet_input), random_stacks(2, 6)
     expected, negatives = judge(rnet, early, late), judge(rnet, early[:3], late[3:])
-    assert hasattr(rnet, "late") == (rnet_input == "embedding-difference")
+    assert rnet.is_pixel == (rnet_input == "pixel-difference")
     embeddings = atari.embed_all(rnet, torch.stack([early, late]), chunk=5)
     mine = atari.compare_all(rnet, embeddings, torch.arange(6), torch.arange(6, 12), chunk=4)
     torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-3)

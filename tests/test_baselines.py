@@ -158,8 +158,7 @@ def test_eco_rewards_are_those_of_the_lists(run):
     the fourth, so that the memory misses states and must be forgotten."""
 
     def doubt(shot):
-        if shot["iteration"] == 3:
-            shot["rnet_accuracies"].extend(20 * [0.0])
+        shot["args"].rnet_reliable_accuracy = float(shot["iteration"] == 3)
 
     flags = f"{FLAGS[ECO]} --memory-size 4 --bonus-bias 0.3 --memory-percentile 70 --stack-observations 2{steps(7)}"
     trace, slots = traced(run, flags, ECO, "rnet rnet_is_reliable", doubt)
@@ -197,8 +196,8 @@ INVERSE = [[[1.0, 0, -1, 0], [0, 0.5, 0, 1]], [2.0, 0], [[1.0, 1], [-1, 0.5]], [
 
 def tiny_icm(action_space):
     module = load(ICM)
-    envs = SimpleNamespace(**vars(fake_envs()) | {"single_action_space": action_space})
-    icm = module.ICM(envs, module.Args(), dim=2, hidden=2)
+    icm = module.ICM(fake_envs(num_actions=2), module.Args(), dim=2, hidden=2)
+    icm.num_actions = 2 if isinstance(action_space, gym.spaces.Discrete) else None
     for network, weights in ((icm.predict, PREDICT), (icm.inverse, INVERSE)):
         for parameter, values in zip(network.parameters(), weights, strict=True):
             parameter.data = torch.tensor(values)
@@ -223,9 +222,9 @@ def test_icm_errors_by_hand(space, actions, errors, losses):
     assert icm.inverse_error(PHI, NEXT_PHI, actions).tolist() == pytest.approx(losses, rel=1e-4)
 
 
-def test_icm_rewards_are_the_clipped_errors(run):
+def test_icm_rewards_are_the_divided_and_clipped_errors(run):
     """Two rollouts, transition by transition, with the model as it was before the update."""
-    flags = f"{FLAGS[ICM]} --bonus-clip 0.69 --learning-rate 1e-5 --stack-observations 2{steps(3)}"
+    flags = f"{FLAGS[ICM]} --bonus-clip 1.02 --learning-rate 1e-5 --stack-observations 2{steps(3)}"
     trace, _ = traced(run, flags, ICM, "icm actions")
     clipped = []
     for before, shot in zip(trace, trace[1:]):
@@ -234,17 +233,18 @@ def test_icm_rewards_are_the_clipped_errors(run):
             with torch.no_grad():
                 phi, next_phi = before.icm.embed(shot.obs[t : t + 2, n])
                 errors[t, n] = before.icm.forward_error(phi, next_phi, shot.actions[t, n])
-        bonus = np.minimum(errors, 0.69)
-        np.testing.assert_allclose(shot.total_rewards.numpy(), shot.rewards + 0.5 * bonus, atol=1e-6)
+        bonus = np.minimum(errors * shot.valid / errors[shot.valid].mean(), 1.02)
+        np.testing.assert_allclose(shot.total_rewards.numpy(), shot.rewards + 0.5 * bonus, atol=1e-5)
         assert shot.charts["icm/bonus"] == pytest.approx(bonus[shot.valid].mean(), rel=1e-5)
-        clipped += (errors > 0.69).flatten().tolist()
+        assert shot.charts["icm/forward_error"] == pytest.approx(errors[shot.valid].mean(), rel=1e-4)
+        clipped += (bonus == 1.02).flatten().tolist()
     assert 20 < sum(clipped) < 200, "too dull for a test"
 
 
 def test_icm_loss_is_weighted_as_written(run):
-    """PPO's loss + scale * (weight * forward + (1 - weight) * inverse), and the same gradient. The means are over the
-    valid rows: the states of one that autoreset inserted are of two episodes. At a rate of 0 no run changes anything,
-    so that PPO's part is the same in all."""
+    """PPO's loss + scale * (weight * forward + (1 - weight) * inverse), and the same gradient, of the inverse error alone
+    in the features. The means are over the valid rows: the states of one that autoreset inserted are of two episodes. At
+    a rate of 0 no run changes anything, so that PPO's part is the same in all."""
     one_minibatch = "--update-epochs 1 --num-minibatches 1 --max-grad-norm 1e9 --learning-rate 0"
     ppo_loss = None
     for scale, weight in ((0.0, 0.8), (0.3, 0.8), (2.0, 0.25)):
@@ -252,8 +252,9 @@ def test_icm_loss_is_weighted_as_written(run):
         results = []
         (shot,), _ = traced(run, f"{FLAGS[ICM]} {one_minibatch} {flags}", ICM, "icm actions", results.append)
         icm, valid = shot.icm, torch.from_numpy(shot.valid)
-        transitions = *(icm.embed(ends[valid]) for ends in (shot.obs[:-1], shot.obs[1:])), shot.actions[valid]
-        forward, inverse = icm.forward_error(*transitions).mean(), icm.inverse_error(*transitions).mean()
+        phi, next_phi = (icm.embed(ends[valid]) for ends in (shot.obs[:-1], shot.obs[1:]))
+        forward = icm.forward_error(phi.detach(), next_phi.detach(), shot.actions[valid]).mean()
+        inverse = icm.inverse_error(phi, next_phi, shot.actions[valid]).mean()
         expected = scale * (weight * forward + (1 - weight) * inverse)
         gradients = torch.autograd.grad(expected, icm.parameters())
         loss = results[0]["loss"].item()
@@ -266,6 +267,15 @@ def test_icm_loss_is_weighted_as_written(run):
     assert (~valid).sum() >= 4 and ppo_loss != loss
 
 
+def test_icm_is_alive(run):
+    """After some thousand steps the bonus is not 0, nor constant, and the features tell the actions apart."""
+    flags = "--env-id MiniGrid-Empty-Random-6x6-v0 --num-envs 8 --num-steps 64 --max-episode-steps 40 --run-name alive"
+    history = run(f"{flags} --total-timesteps 8192", ICM)["history"]
+    assert all(row["icm/bonus"] > 0.5 and row["icm/forward_error"] > 1e-3 for row in history)
+    assert history[0]["icm/inverse_loss"] == pytest.approx(math.log(7), abs=0.1)  # chance
+    assert history[-1]["icm/inverse_loss"] < 1.5
+
+
 def test_bonus_of_a_repeated_transition_falls():
     """One transition is trained on a hundred times: its bonus goes, that of most others stays."""
     torch.manual_seed(0)
@@ -274,7 +284,7 @@ def test_bonus_of_a_repeated_transition_falls():
     optimizer, bonuses = torch.optim.Adam(icm.parameters(), 1e-3), []
     for _ in range(101):
         transitions = icm.embed(obs), icm.embed(next_obs), actions
-        errors = icm.forward_error(*transitions)
+        errors = icm.forward_error(*(part.detach() for part in transitions))
         bonuses.append(errors.detach())
         optimizer.zero_grad()
         (0.8 * errors[3] + 0.2 * icm.inverse_error(*transitions)[3]).backward()
@@ -402,28 +412,6 @@ def test_resumed_run_goes_on(run, name):
         assert not unchanged["memory"].counts.any()
 
 
-@pytest.mark.parametrize(
-    "name, flag",
-    [
-        *((name, "--bonus-scale -1") for name in FLAGS),
-        (ECO, "--memory-size 0"),
-        (ECO, "--memory-percentile 101"),
-        (ECO, "--bonus-bias nan"),
-        (ICM, "--forward-loss-weight 2"),
-        (ICM, "--icm-loss-scale -1"),
-        (ICM, "--bonus-clip -1"),
-        (GT_GRID, "--cell-size 0"),
-    ],
-)
-def test_bad_settings_are_refused(run, capsys, tmp_path, name, flag):
-    """One line that names the setting, exit code 2, no file written."""
-    with pytest.raises(SystemExit) as exit_:
-        run(flag, name)
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2 and error.count("\n") == 1 and name in error and flag in error, error
-    assert list(tmp_path.iterdir()) == []
-
-
 TWICE = """
 import runpy, sys
 script, refused, accepted = sys.argv[1:]
@@ -440,7 +428,7 @@ def test_a_copy_alone(name, tmp_path):
     """In an empty folder it runs on MiniGrid; on other domains one line names the file that is missing. Both in one
     process, whose start takes longest."""
     shutil.copy(ROOT / name, tmp_path)
-    env_id, domain = ("Hero-v5", "atari") if name == GT_GRID else ("FetchReach-v4", "fetch")
+    env_id, domain = ("MontezumaRevenge-v5", "atari") if name == GT_GRID else ("FetchReach-v4", "fetch")
     tiny = "--num-envs 2 --num-steps 8 --num-minibatches 1 --total-timesteps 16 --run-name small"
     command = [sys.executable, "-c", TWICE, name, f"--env-id {env_id}", tiny]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -198,7 +198,6 @@ def test_every_line_is_a_whole_command(tree):
         assert python == str(tree.python)
         module = load(script)
         args = tyro.cli(module.Args, args=flags)
-        module.check_args(args)
         names.append(args.run_name)
         assert args.seed == 1 and args.total_timesteps >= 250_000 and args.env_id in args.run_name
         if args.env_id.startswith("explore_"):
@@ -224,7 +223,8 @@ def test_lines_are_the_scripts_own_settings(tree, block):
     for line in lines:
         _, script, *flags = shlex.split(line)
         module = load(script)
-        default = module.domain_defaults(flags) if hasattr(module, "DOMAINS") else module.Args(env_id=flags[1])
+        settings = module.load_domain(flags[1])[1] if hasattr(module, "DOMAINS") else {}
+        default = module.Args(env_id=flags[1], **settings)
         given, known = (vars(tyro.cli(module.Args, default=default, args=args)) for args in (flags, []))
         changed = {key: value for key, value in given.items() if value != known[key]}
         name = changed.pop("run_name").split("__")

@@ -317,7 +317,7 @@ class SlowNormalizer:
 def test_return_scaler_by_hand(fetch):
     """gamma 1/2, rewards 1, (a row that autoreset inserted), 0: the sums are 1 and 1/2, their deviation 1/4."""
     scaler = fetch.ReturnScaler(1)
-    rewards, valid = np.float32([[1], [0], [0]]), np.array([[True], [False], [True]])
+    rewards, valid = torch.tensor([[1.0], [0], [0]]), torch.tensor([[True], [False], [True]])
     assert scaler(rewards, valid, 0.5).tolist() == [[4], [0], [0]]
     assert scaler.sums.tolist() == [0.5] and scaler.moments.tolist() == [2.0, 1.5, 1.25]
 
@@ -328,8 +328,8 @@ def test_return_scaler_over_several_rollouts(fetch):
     for rollout in range(6):
         valid = rng.random((40, 3)) < 0.8
         rewards = ((rng.random((40, 3)) < 0.1) & valid & (rollout > 0)).astype(np.float32)
-        result = scaler(rewards, valid, 0.9)
-        assert result.dtype == np.float32 and (rollout == 0) == (not result.any())
+        result = scaler(torch.from_numpy(rewards), torch.from_numpy(valid), 0.9)
+        assert result.dtype == torch.float32 and (rollout == 0) == (not result.any())
         np.testing.assert_allclose(result, slow(rewards, valid), rtol=1e-5)
         state, scaler = scaler.state_dict(), fetch.ReturnScaler(3)
         scaler.load_state_dict(state)
@@ -382,6 +382,9 @@ def trained_rnet(fetch, num_steps=5):
 @torch.no_grad()
 def judge(rnet, early, late, batch_statistics=False):
     """Logits (B,) of pairs of states (B, dim): a layer on the concatenation, then the normalization written out."""
+    if not batch_statistics:  # else the states are standardized already
+        mean, variance = rnet.standardize.running_mean, rnet.standardize.running_var
+        early, late = ((states - mean) / (variance + 1e-5).sqrt() for states in (early, late))
     x = torch.cat([early, late], -1) @ torch.cat([rnet.early.weight, rnet.late.weight], 1).T + rnet.early.bias
     linears = [module for module in rnet.head.modules() if isinstance(module, nn.Linear)]
     norms = [module for module in rnet.head.modules() if isinstance(module, nn.BatchNorm1d)]
@@ -410,11 +413,14 @@ def test_both_kinds_of_pairs_are_normalized_as_one_batch(fetch):
     """Mean and variance over positives and negatives together; apart, another loss would come out."""
     rnet, (anchors, positives, negatives) = trained_rnet(fetch).train(), torch.randn(3, 8, 16)
     positives = anchors + 0.1 * positives
+    states = torch.cat([anchors, positives, negatives])
+    standardized = (states - states.mean(0)) / (states.var(0, unbiased=False) + 1e-5).sqrt()
+    plain, (anchors, positives, negatives) = (anchors, positives, negatives), standardized.chunk(3)
     together = judge(rnet, anchors.repeat(2, 1), torch.cat([positives, negatives]), batch_statistics=True)
     apart = torch.cat([judge(rnet, anchors, late, batch_statistics=True) for late in (positives, negatives)])
     signs = torch.tensor(8 * [-1] + 8 * [1])
     expected, other = (2 * F.softplus(signs * logits).mean() for logits in (together, apart))
-    loss, accuracy = fetch.rnet_loss(rnet, anchors, positives, negatives, 0.0)
+    loss, accuracy = fetch.rnet_loss(rnet, *plain, 0.0)
     torch.testing.assert_close(loss.detach(), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(accuracy, ((together > 0) == (signs < 0)).float().mean())
     assert abs(other - expected) > 0.05
@@ -423,7 +429,7 @@ def test_both_kinds_of_pairs_are_normalized_as_one_batch(fetch):
 # RUNS ################################################################################################################
 SMALL = (
     "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --max-episode-steps 12 --run-name small "
-    "--cost-scale 0.1 --num-tolerance-samples 5 --k 2 --ring-size 1200 --negative-bias 3 --rnet-reliable-accuracy 0 "
+    "--cost-scale 0.1 --cost-bias 1 --num-tolerance-samples 5 --k 2 --ring-size 1200 --negative-bias 3 --rnet-reliable-accuracy 0 "
     f"--rnet-start {2 * BATCH} --rnet-intervals {2 * BATCH} {2 * BATCH} {2 * BATCH} --rnet-batch-size 16 "
     "--heldout-pairs 64 --rnet-triplets 32"
 )
@@ -442,10 +448,10 @@ def read_episodes(states, limit):
 
 
 def test_reward_of_a_run(shared_run):
-    """r / sigma + lambda (1 - c) in the last of seven rollouts. Rewards come from the states in the ring, sigma from
-    all discounted sums, c by Eq. 14 from the network, which was trained right before."""
+    """(r + lambda (1 - c)) / sigma in the last of seven rollouts. Rewards come from the states in the ring, sigma from the
+    moments of all discounted sums, c by Eq. 14 from the network, which was trained right before."""
     result = shared_run(SMALL + steps(7), FETCH)
-    ring, history, normalize = result["ring"], result["history"], SlowNormalizer(4, 0.99)
+    ring, history = result["ring"], result["history"]
     rows = ring.rows(ring.size)
     states = ring.obs[rows]
     assert len(states) == 7 * 32 + 1 and torch.equal(states[-32:], result["obs"][1:])
@@ -457,9 +463,9 @@ def test_reward_of_a_run(shared_run):
     np.testing.assert_array_equal(ring.segment_steps[rows][1:] == 0, (rewards > 0) | ~valid)
     assert rewards.sum() > 3 and (~valid).sum() > 40, "choose another seed"
 
-    for i in range(7):
-        expected = normalize(rewards[32 * i : 32 * i + 32], valid[32 * i : 32 * i + 32])
-    costs = 1 - (result["total_rewards"] - torch.from_numpy(expected)) / 0.1
+    count, total, square = result["scaler"].moments.tolist()
+    deviation = (square / count - (total / count) ** 2) ** 0.5
+    costs = 1 - (result["total_rewards"] * deviation - torch.from_numpy(rewards[-32:])).float() / 0.1
     torch.testing.assert_close(costs, costs.round(), rtol=0, atol=1e-3)
     pairs = torch.cartesian_prod(*2 * [torch.arange(40)]).T
     scores = [judge(result["rnet"], *states[-40:, n][pairs]).sigmoid().view(40, 40) for n in range(4)]
@@ -467,15 +473,26 @@ def test_reward_of_a_run(shared_run):
     assert 0.02 < costs.mean() < 0.98
     assert history[-1]["sprl/cost_rate"] == pytest.approx(costs[torch.from_numpy(valid[-32:])].mean().item(), abs=1e-3)
     assert ["rnet/loss" in row for row in history] == [False, True, False, True, False, True, False]
-    moments = result["scaler"].moments
-    assert moments[0] == valid.sum() == len(normalize.all_sums)
-    assert moments[1].item() == pytest.approx(sum(normalize.all_sums), rel=1e-6)
+    assert count == valid.sum()
 
     for i, row in enumerate(history):  # charts are of the plain rewards, a success is a termination
         ends = (~valid[32 * i + 1 : 32 * i + 33]).sum()
         if i < 6 and ends:
             successes = rewards[32 * i : 32 * i + 32].sum()
             assert row["charts/episodic_return"] == row["charts/success_rate"] == pytest.approx(successes / ends)
+
+
+@pytest.mark.parametrize("bias", [0, 1])
+def test_reaching_the_goal_never_costs(fetch, run, bias):
+    """A bias is paid for every step. Were the time limit bootstrapped, an agent that never arrives would be paid for ever,
+    and one that arrives would not: so with a bias the time limit is an end. Without one it bootstraps, as elsewhere."""
+    result = run(f"{SMALL} --cost-bias {bias}{steps(3)}", FETCH)
+    at_limit = result["truncations"]
+    assert at_limit.sum() > 3 and (result["terminations"][at_limit] == bias).all()
+    totals, values = result["total_rewards"], result["values"]
+    for t, n in np.argwhere(at_limit):
+        expected = totals[t, n] + (0 if bias else 0.99 * values[t + 1, n]) - values[t, n]
+        assert result["advantages"][t, n].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_normalization_learns_in_training_alone(run, monkeypatch):
@@ -491,7 +508,7 @@ def test_normalization_learns_in_training_alone(run, monkeypatch):
     assert {mode[:3] for mode in modes} == {(False, False, True), (True, True, False)}
     sizes = [size for is_training, *_, size in modes if is_training]
     assert len(sizes) >= 4 * 3 and all(size % 2 == 0 for size in sizes), "positives and negatives are one batch"
-    assert sum(size == 64 for *_, size in modes) >= 4 * 2 * 2, "two kinds of held-out pairs before two trainings"
+    assert sum(size == 128 for *_, size in modes) >= 2 * 4, "two kinds of held-out pairs before two trainings"
 
 
 def test_resumed_run_goes_on(run, capsys):
@@ -512,5 +529,5 @@ def test_training_without_triplets_changes_nothing(run):
     """Episodes too short for a negative, as when all goals are soon reached: the RNet waits as it is."""
     result = run(f"{SMALL} --negative-bias 30 --max-episode-steps 8{steps(3)}", FETCH)
     assert [row.get("rnet/triplets") for row in result["history"]] == [None, 0, None]
-    assert not any(result["rnet_accuracies"]) and not result["rnet_optimizer"].state
+    assert not result["rnet_optimizer"].state
     assert not any(module.num_batches_tracked for module in result["rnet"].modules() if hasattr(module, "running_mean"))
