@@ -34,8 +34,6 @@ python=python3
 [[ -x $here/.venv/bin/python ]] && python=$here/.venv/bin/python
 
 # MINIGRID ############################################################################################################
-small_grids='env MiniGrid-FourRooms-7x7-v0 500000
-env MiniGrid-KeyDoors-7x7-v0 1000000'
 grids='env MiniGrid-FourRooms-7x7-v0 500000
 env MiniGrid-FourRooms-11x11-v0 2000000
 env MiniGrid-KeyDoors-7x7-v0 1000000
@@ -55,7 +53,7 @@ block minigrid 6 $figure_3
 $grids
 run ppo ppo_sprl_minigrid.py --cost-scale 0 $grid
 run sprl $grid_sprl $grid_window
-# measured best; the paper has 0.001 for ECO and 0.1 for ICM
+# measured best; the paper has 0.001 for ECO, and for ICM 0.1 of a bonus that is not divided by its mean
 run eco ppo_eco.py --bonus-scale 0.3 $grid --bonus-bias 0.5 --k 3 --negative-bias 20 $memory
 run icm ppo_icm.py --bonus-scale 0.001 $grid $icm
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 $grid
@@ -66,7 +64,7 @@ run ppo ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003 $raw
 run sprl ppo_sprl_minigrid.py --cost-scale 0.002 --learning-rate 0.01 $raw --k 2 --tolerance 1 \
   --num-tolerance-samples 60 --cost-percentile 90 --positive-bias 5 $raw_rnet
 run eco ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 $raw --bonus-bias 0.5 --k 3 $memory $raw_rnet
-run icm ppo_icm.py --bonus-scale 0.1 --learning-rate 0.003 $raw $icm
+run icm ppo_icm.py --bonus-scale 0.001 --learning-rate 0.003 $raw $icm # our weight: theirs is of another bonus
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003 $raw
 
 block quick 2 SPRL learns faster than PPO.
@@ -91,13 +89,13 @@ run tolerance50 $grid_sprl --k 5 --tolerance 50 --num-tolerance-samples 1
 
 block ablation-stack 6 No stacking is best; the policy sees 0, 1 or 5 observations before the current one (figure 14).
 $grids
-run stack0 $grid_sprl $grid_window --stack-observations 0
-run stack1 $grid_sprl $grid_window --stack-observations 1
-run stack5 $grid_sprl $grid_window --stack-observations 5
+run stack0 $grid_sprl --k 5 --tolerance 25 --num-tolerance-samples 1 --stack-observations 0
+run stack1 $grid_sprl --k 5 --tolerance 25 --num-tolerance-samples 1 --stack-observations 1
+run stack5 $grid_sprl --k 5 --tolerance 25 --num-tolerance-samples 1 --stack-observations 5
 
 # Appendix B: the learned network against the true reachability
-block gt-rnet 6 SPRL and GT-SPRL are alike, with the learned RNet even better on both tasks (figure 21).
-$small_grids
+block gt-rnet 6 SPRL and GT-SPRL are alike, with the learned RNet even better on 7x7 tasks (figure 21).
+$grids
 run sprl $grid_sprl $grid_window --rnet learned
 run gt-sprl $grid_sprl $grid_window --rnet oracle
 "
@@ -116,7 +114,7 @@ run ppo ppo_sprl_atari.py --cost-scale 0 $flags
 run sprl ppo_sprl_atari.py --cost-scale 0.05 $flags --k 12 --tolerance 1 --num-tolerance-samples 200 \
   --negative-bias 80 --positive-bias 5
 run eco ppo_eco.py --bonus-scale 0.001 --bonus-bias 0.5 $flags --k 12 --negative-bias 80 $memory
-run icm ppo_icm.py --bonus-scale 0.01 $flags --forward-loss-weight 1 --icm-loss-scale 1
+run icm ppo_icm.py --bonus-scale 0.001 $flags --forward-loss-weight 0.8 --icm-loss-scale 1
 env MontezumaRevenge-v5 10000000
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 $flags --cell-size 16 # not in the paper
 "
@@ -136,8 +134,8 @@ run ppo ppo_sprl_dmlab.py --engine {engine} --cost-scale 0 --learning-rate 0.000
 run sprl $sprl --k 10 --tolerance 1 --stack-observations 0
 run eco ppo_eco.py --engine {engine} --bonus-scale 0.03 --bonus-bias 0.5 --k 5 --negative-bias 20 $memory $flags \
   --ent-coef 0.0021
-run icm ppo_icm.py --engine {engine} --bonus-scale 0.55 --bonus-clip 1 --forward-loss-weight 0.96 --icm-loss-scale 64 \
-  $flags --ent-coef 0.0042
+run icm ppo_icm.py --engine {engine} --bonus-scale 0.001 --forward-loss-weight 0.96 --icm-loss-scale 64 $flags \
+  --ent-coef 0.0042
 run gt-grid ppo_gtgrid.py --engine {engine} --bonus-scale 0.0525 --cell-size 30 $flags --ent-coef 0.0066
 
 block dmlab-k-{engine} 4 k = 10 is best of 1, 3, 10 and 30 (figure 9).
@@ -169,7 +167,7 @@ methods="run ppo ppo_sprl_fetch.py --cost-scale 0 --learning-rate 0.0005 --ent-c
 run sprl ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --k 10 --tolerance 1 --num-tolerance-samples 20 \
   --negative-bias 12 --positive-bias 5 $flags
 run eco ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 $memory $flags
-run icm ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 1 --icm-loss-scale 1 $flags"
+run icm ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 0.8 --icm-loss-scale 1 $flags"
 fetch="
 block fetch 4 SPRL beats PPO, ECO and ICM on Push, Slide and PickAndPlace; on Reach all are alike (figure 6).
 env FetchReach-v4 1000000 --action-noise 0.003

@@ -533,8 +533,7 @@ if __name__ == "__main__":
     if args.bonus_scale:
         size = {"blocks": (2, 2, 2, 2), "num_layers": 4} if domain_name in ("atari", "dmlab") else {}  # ECO's own
         rnet = domain.make_rnet(envs, args, **size).to(device).eval()
-        adam = torch.optim.AdamW if domain_name == "atari" else torch.optim.Adam  # its decay needs to be decoupled
-        rnet_optimizer = adam(rnet.parameters(), fused=True)  # its rate is set where it trains
+        rnet_optimizer = torch.optim.Adam(rnet.parameters(), fused=True)  # its rate is set where it trains
         learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer}
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
     if checkpoint:

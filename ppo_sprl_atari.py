@@ -5,8 +5,7 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
     python ppo_sprl_atari.py                                                      # Montezuma's Revenge, on a GPU
     python ppo_sprl_atari.py --env-id Freeway-v5 --rnet-width 16 --rnet-input embedding-difference   # bearable on a CPU
 
-Differences from the paper: a time limit bootstraps; one ResNet sees a pair's two images as channels, with GroupNorm and
-an FC layer on all places; its weight decay is decoupled; `--rnet-input embedding-difference` is ours.
+Differences from the paper: a time limit bootstraps; the RNet has GroupNorm, LayerNorm, and an FC layer on all places.
 """
 
 import contextlib
@@ -83,8 +82,8 @@ class Args:
     rnet_start: int = 15_000  # steps in the ring before the first RNet training (authors' code: 30K)
     rnet_triplets: int = 2_500  # most triplets, two pairs each, of one RNet training (authors' code: 15K)
     rnet_batch_size: int = 64  # triplets per RNet minibatch (authors' code: 64)
-    rnet_learning_rate: float = 3e-4  # of the RNet's AdamW (authors' code: 3e-4)
-    rnet_weight_decay: float = 0.03  # decoupled weight decay of the RNet (paper: 0.03)
+    rnet_learning_rate: float = 3e-4  # of the RNet's Adam (authors' code: 3e-4)
+    rnet_weight_decay: float = 0.03  # L2 penalty of the RNet, whose layers are normalized (paper: 0.03)
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 7_500  # pairs of each kind that measure the RNet before it trains on them (paper: 7,500)
     rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
@@ -121,8 +120,7 @@ def parse_args(default):
 
 # ENVIRONMENT #########################################################################################################
 class AtariGames(gym.vector.VectorWrapper):
-    """EnvPool's Atari with the paper's preprocessing, and with the agent's position. The NEXT_STEP autoreset and the
-    stack of the last frames are EnvPool's own; at an episode's start the stack repeats the first frame."""
+    """EnvPool's Atari, preprocessed as in the paper. The NEXT_STEP autoreset and the stacks of frames are EnvPool's."""
 
     def __init__(self, env_id, **settings):
         if envpool.registration.registry.specs.get(env_id, [""])[0] != "envpool.atari":
@@ -131,7 +129,7 @@ class AtariGames(gym.vector.VectorWrapper):
         self.settings |= dict(full_action_space=True, repeat_action_probability=0.0, episodic_life=False)
         self.settings |= dict(reward_clip=False, noop_max=30, use_fire_reset=True)
         super().__init__(envpool.make_gymnasium(**self.settings))
-        self.map_size = (24 * 256, 256) if env_id.startswith("MontezumaRevenge") else None  # rooms side by side
+        self.map_size = (24 * 256, 256)  # Montezuma's rooms side by side
 
     def reset(self, *, seed=None, options=None):
         self.env = envpool.make_gymnasium(**self.settings, seed=seed or 0)  # EnvPool takes a seed only here
@@ -424,7 +422,7 @@ if __name__ == "__main__":
     rnet = ring = None
     if method == "sprl":
         rnet = make_rnet(envs, args).to(device).eval()
-        rnet_optimizer = torch.optim.AdamW(rnet.parameters(), fused=True)  # Adam with a decay of 0.03 learns nothing
+        rnet_optimizer = torch.optim.Adam(rnet.parameters(), fused=True)  # its rate is set where it trains
         learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer}
     gaps = args.k + args.tolerance * np.arange(1, args.num_tolerance_samples + 1)  # a cost looks that many steps back
     window = int(gaps[-1])

@@ -10,6 +10,7 @@ GroupNorm; a training has 2,500 triplets. No registry has deepmind_lab. Without 
 same generator, drawn by a ray caster. Its scores are not DeepMind Lab's.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -22,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections import deque
@@ -130,13 +132,13 @@ def parse_args(default):
 # ENVIRONMENT #########################################################################################################
 TASKS = {  # steps of an episode, cells of the maze along a side, what labmaze makes it from, rewards of the objects
     "explore_goal_locations_small": (
-        1_350, 11, dict(max_rooms=4, room_min_size=3, room_max_size=5, objects_per_room=4, spawns_per_room=1), [10.0],
+        1_350, 11, dict(max_rooms=4, room_min_size=3, room_max_size=5, objects_per_room=4, spawns_per_room=5), [10.0],
     ),
     "explore_goal_locations_large": (
-        1_800, 17, dict(max_rooms=9, room_min_size=3, room_max_size=3, objects_per_room=4, spawns_per_room=1), [10.0],
+        1_800, 17, dict(max_rooms=9, room_min_size=3, room_max_size=3, objects_per_room=4, spawns_per_room=5), [10.0],
     ),
     "explore_object_rewards_many": (
-        1_800, 13, dict(max_rooms=1, room_min_size=11, room_max_size=11, objects_per_room=16, spawns_per_room=4),
+        1_800, 13, dict(max_rooms=1, room_min_size=11, room_max_size=11, objects_per_room=16, spawns_per_room=5),
         4 * [2.0] + 4 * [-1.0],
     ),
 }  # fmt: skip
@@ -207,11 +209,12 @@ class LevelCache:
         os.replace(f"{path}.{os.getpid()}", path)  # nobody ever fetches half a map
 
 
-def lab_worker(pipe, others, env_id, renderer, level_cache):
+def lab_worker(pipe, others, folder, env_id, renderer, level_cache):
     """A process with one DeepMind Lab. It receives a seed, then actions; each is answered by frame, position, reward
     and whether the episode has ended. The action after an end begins one. What goes wrong is sent as text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the trainer decides when to end
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # not at once: the engine removes its folder of maps
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so does a cluster's SIGTERM
+    os.environ["TMPDIR"] = folder  # where the engine makes its folder of maps
     for other in others:
         other.close()  # inherited; held open here, they would let processes outlive a trainer that was killed
     try:
@@ -232,8 +235,10 @@ def lab_worker(pipe, others, env_id, renderer, level_cache):
                 seen = lab.observations()
                 frame, position = np.array(seen["RGB_INTERLEAVED"]), np.array(seen["DEBUG.POS.TRANS"])
             pipe.send((frame, position[:2], reward, not running))
-    except EOFError:
-        pass  # the trainer is gone
+    except (EOFError, ConnectionError):  # the trainer is gone
+        lab = None  # which removes its maps
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # the last worker does it if the trainer could not
     except Exception as error:
         with contextlib.suppress(OSError):
             pipe.send(repr(error))
@@ -247,14 +252,16 @@ class DeepMindLab(LabWorlds):
         super().__init__(env_id, num_envs, num_frames)
         self.settings = env_id, renderer, LevelCache(level_cache) if level_cache else None
         self.fork()
+        atexit.register(self.close)
 
     def fork(self):
         """Best done early, before torch has threads or a GPU. The engine is Linux's alone, so there is fork."""
+        self.folder = tempfile.mkdtemp(prefix="sprl_dmlab_")  # for maps: a worker that is killed removes nothing
         self.pipes, self.processes, self.is_fresh = [], [], True
         context = multiprocessing.get_context("fork")
         for _ in range(self.num_envs):
             pipe, end = context.Pipe()
-            settings = end, [*self.pipes, pipe], *self.settings
+            settings = end, [*self.pipes, pipe], self.folder, *self.settings
             self.processes.append(context.Process(target=lab_worker, args=settings, daemon=True))
             self.processes[-1].start()
             end.close()
@@ -265,15 +272,17 @@ class DeepMindLab(LabWorlds):
             self.close_extras()
             self.fork()
         self.is_fresh = False
-        for n, pipe in enumerate(self.pipes):
-            pipe.send([seed, n])
+        self.send([[seed, n] for n in range(self.num_envs)])
+
+    def send(self, messages):
+        for pipe, message in zip(self.pipes, messages):
+            with contextlib.suppress(OSError):  # a dead one is noticed when it has to answer
+                pipe.send(message)
 
     def play(self, actions):
         images, rewards = np.zeros((self.num_envs, 84, 84, 3), np.uint8), np.zeros(self.num_envs, np.float32)
         ends = np.zeros(self.num_envs, bool)
-        for pipe, action in zip(self.pipes, actions.tolist()):
-            with contextlib.suppress(OSError):  # a dead one is noticed below
-                pipe.send(action)
+        self.send(actions.tolist())
         for n, pipe in enumerate(self.pipes):
             try:
                 answer = pipe.recv()
@@ -291,14 +300,13 @@ class DeepMindLab(LabWorlds):
         for process in self.processes:
             process.join(max(0, deadline - time.time()))
             process.kill()
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# what labmaze ships of the engine's style: corridors look the same everywhere, rooms one of 20 ways
-CORRIDOR_WALL, CORRIDOR_FLOOR, SKY = "2 blue_bright", "1 blue", "sky_03"
-ROOM_WALLS = """1 blue, 1 cerise, 1 green, 1 purple, 1 red, 1 yellow, 2 dblue, 2 lgreen, 2 purple, 2 yellow, 3 blue,
-    3 cyan, 3 orange, 3 purple, 4 cerise, 4 green, 4 purple, 4 red, 5 red, 5 yellow"""
-ROOM_FLOORS = """1 blue_team, 1 orange, 1 red_team, 2 blue, 2 green, 2 orange, 2 blue_bright, 3 blue, 3 green, 3 orange,
-    3 purple, 3 red, 3 blue_bright, 4 blue, 4 cyan, 4 dorange, 4 orange, 5 blue, 5 orange, 5 orange_bright"""
+# the engine's walls and floors, each also in bright: corridors have the first ones, rooms any of 20
+WALLS = "1 green, 1 red, 2 yellow, 2 blue, 3 orange, 3 gray, 4 green, 4 red, 5 red, 5 yellow"
+FLOORS = "1 orange, 1 blue, 2 blue, 2 green, 3 green, 3 blue, 4 blue, 4 orange, 5 blue, 5 orange"
 TEXTURE, LEVELS = 64, 4  # texels along a texture's side; levels of detail, the nearest first
 SKY_TURN, SKY_RISE = 512, 64  # texels all around, and from the horizon to 45 degrees up
 NUM_DECALS, NUM_LOOKS, LOOK = 4, 8, 32  # pictures on walls; looks of objects, besides the goal's; texels along a side
@@ -322,16 +330,17 @@ def draw_figures(size):
 
 @functools.cache
 def make_textures():
-    """All texels (T, 3) uint8, where in them the parts start, and the mask of objects, int32. Walls are the corridors',
-    then the rooms', each plain and with its decals, each in two lights; so are floors, in one light. All textures are
-    stored by columns, so that a column of the screen reads its texels in order."""
+    """All texels (T, 3) uint8, where in them the parts start, and the mask of objects, int32. Walls come plain and with
+    decals, each in two lights, floors in one light, the HUD is one texel. All textures are stored by columns, so that a
+    column of the screen reads its texels in order."""
 
     def load(path, size):
         image = Image.open(path).convert("RGBA").convert("RGB")
         return np.asarray(image.reduce(image.width // size), np.float32).transpose(1, 0, 2) / 255
 
-    def load_all(paths, *names):
-        names = (name.split() for name in ",".join(names).split(","))
+    def load_all(paths, names):
+        names = [name.split() for name in names.split(",")]
+        names += [(style, f"{name}_bright") for style, name in names]
         return [load(paths(f"style_0{style}")[name], TEXTURE) for style, name in names]
 
     def levels(image, light=1.0):
@@ -341,15 +350,15 @@ def make_textures():
         return [mean.repeat(TEXTURE // len(mean), 0).repeat(TEXTURE // len(mean), 1) for mean in means]
 
     walls = []
-    for plain in load_all(labmaze.assets.get_wall_texture_paths, CORRIDOR_WALL, ROOM_WALLS):
+    for plain in load_all(labmaze.assets.get_wall_texture_paths, WALLS):
         for decal in [None, *draw_figures(24)[2 : 2 + NUM_DECALS]]:
             image = plain.copy()
             if decal is not None:  # a picture in a frame, in colours that no object has
                 image[16:48, 10:42], image[18:46, 12:40] = 0.1, 0.9 - 0.6 * decal[0, 0, :3]
                 image[20:44, 14:38][decal[..., 3] == 1] = 0.1
             walls += [*levels(image), *levels(image, light=0.8)]
-    floors = load_all(labmaze.assets.get_floor_texture_paths, CORRIDOR_FLOOR, ROOM_FLOORS)
-    box = labmaze.assets.get_sky_texture_paths(SKY)
+    floors = load_all(labmaze.assets.get_floor_texture_paths, FLOORS)
+    box = labmaze.assets.get_sky_texture_paths("sky_03")
     sides = [load(path, 256) for path in (box.front, box.right, box.back, box.left)]
     quarter = (np.arange(SKY_TURN) + 0.5) / SKY_TURN * 4
     column = (np.tan((quarter % 1 - 0.5) * np.pi / 2) + 1) * 128
@@ -358,7 +367,7 @@ def make_textures():
     looks[:-1, :, :LOOK] = draw_figures(LOOK)
 
     parts = {"walls": walls, "floors": [level for image in floors for level in levels(image, light=0.9)]}
-    parts |= {"sky": sky, "looks": looks[..., :3]}
+    parts |= {"sky": sky, "hud": [1, 0.69, 0], "looks": looks[..., :3]}
     parts = {name: np.reshape(part, (-1, 3)) for name, part in parts.items()}
     starts = dict(zip(parts, np.cumsum([0, *map(len, parts.values())]).tolist()))
     return (np.concatenate([*parts.values()]) * 255).astype(np.uint8), starts, looks[..., 3].ravel().astype(np.int32)
@@ -393,6 +402,9 @@ class RayCaster:
         rise = (below.flip(0) / (1 + self.slopes**2).sqrt() * SKY_RISE).int()
         self.sky_start = self.starts["sky"] + SKY_RISE - 1 - rise  # (42, 84)
         self.sky_angle = self.slopes.atan()
+        hud = np.zeros((self.side, self.side), bool)  # an orange 100, the agent's health
+        hud[76:83, [26, 29, 32, 35, 38]] = hud[[76, 82], 29:33] = hud[[76, 82], 35:39] = True
+        self.hud = torch.from_numpy(np.flatnonzero(hud)).to(device)
 
     def level(self, depth):
         return (depth.log2() + 1).clamp(0, LEVELS - 1).int()
@@ -466,11 +478,13 @@ class RayCaster:
             # an object's rows go from the horizon, which is at its top, down to the floor
             texel = (z[:, None] * self.steepness[half:]).clamp_(max=TEXTURE - 1).int().add_(look[:, None])
             below.addcmul_(self.pick(self.mask, texel), texel + self.starts["looks"] - below)
-        index = torch.cat([above, below], 1)
-        return self.texels.index_select(0, index.flatten()).view(*index.shape, 3)
+        index = torch.cat([above, below], 1).flatten(1).index_fill_(1, self.hud, self.starts["hud"])
+        return self.texels.index_select(0, index.flatten()).view(-1, self.side, self.side, 3)
 
 
-CLEARANCE, PICKUP = 16, 50  # from a wall, and from an object's centre along each axis
+PICKUP = np.array([[-50, -36], [44, 36]])  # least and most (x, y) from an object's centre: Quake III's box
+RESPAWN = 2  # frames after the last good object was taken
+CLEARANCE = 16  # from a wall
 CORNERS = np.array([[1e-6 - CLEARANCE], [CLEARANCE - 1e-6]])
 TURN = np.deg2rad(0.1056)  # per pixel and frame
 # units a frame: Quake III's walk with a push that fades towards the top speed, fitted to the engine's measured speeds
@@ -495,7 +509,7 @@ class LabMazes(LabWorlds):
         self.objects = np.zeros((self.num_envs, count, 2))  # their (x, y) in world units
         self.present, self.looks = np.zeros((self.num_envs, count), bool), np.zeros((self.num_envs, count), int)
         self.spawn_cells, self.object_cells = ([None] * self.num_envs for _ in range(2))
-        self.clocks = np.zeros(self.num_envs, int)
+        self.clocks, self.respawns = np.zeros((2, self.num_envs), int)  # steps so far; frames until a respawn
 
     def start_episode(self, n):
         """A new maze with new looks."""
@@ -505,49 +519,44 @@ class LabMazes(LabWorlds):
         is_room = np.flipud(maze.variations_layer) != "."
         self.solid[n] = entities == "*"
         self.spawn_cells[n], self.object_cells[n] = (np.argwhere(entities == token)[:, ::-1] for token in "PG")
-        wall, floor = rng.integers(1, 21, 2)
-        decals = rng.integers(1, NUM_DECALS + 1, (4, *is_room.shape)) * (rng.random((4, *is_room.shape)) < 0.15)
+        wall, floor = rng.integers(0, 20, 2)
+        decals = rng.integers(1, NUM_DECALS + 1, (4, *is_room.shape)) * (rng.random((4, *is_room.shape)) < 0.1)
         table, solid = np.zeros((5, GRID, GRID), np.int32), np.ones((GRID, GRID), np.float32)
         solid[: self.size, : self.size] = self.solid[n]
         table[0, : self.size, : self.size] = is_room * floor * LEVELS * TEXTURE**2
         table[1:, : self.size, : self.size] = (is_room * wall * (1 + NUM_DECALS) + decals) * 2 * LEVELS * TEXTURE**2
         self.caster.tables[n] = torch.from_numpy(table).flatten(1)
         self.caster.solid[n] = torch.from_numpy(solid).flatten()
-        # a goal has a look of its own, good objects share one and bad ones another
-        good, bad = rng.choice(NUM_LOOKS, 2, replace=False)
-        is_goal, is_good = len(self.object_rewards) == 1, np.array(self.object_rewards) > 0
-        self.looks[n] = NUM_LOOKS if is_goal else np.where(is_good, good, bad)
-        self.clocks[n] = 0
+        is_goal = len(self.object_rewards) == 1  # it has a look of its own
+        self.looks[n] = NUM_LOOKS if is_goal else rng.permutation(NUM_LOOKS)
+        self.clocks[n] = self.respawns[n] = 0
         self.place_objects(n)
         self.spawn(n)
 
     def place_objects(self, n):
         cells = self.object_cells[n]
         self.objects[n] = self.rngs[n].choice(cells, len(self.object_rewards), replace=False) * CELL + CELL / 2
-        self.present[n] = True
 
     def spawn(self, n):
+        self.present[n] = True
         self.places[n] = self.rngs[n].choice(self.spawn_cells[n]) * CELL + CELL / 2
         self.headings[n], self.velocities[n] = self.rngs[n].uniform(0, 2 * np.pi), 0
 
     def move(self, actions):
-        """Four frames of turning, friction and a push where it is wished to, in complex numbers; then walls stop each
-        axis for itself."""
+        """A frame of turning, friction and a push where it is wished to, in complex numbers; walls stop each axis for
+        itself."""
         look, _, strafe, forward, *_ = ACTIONS[actions].T
-        headings = self.headings - TURN * look * np.arange(1, REPEAT + 1)[:, None]  # (4, N)
-        wishes, moved = (forward - 1j * strafe) * np.exp(1j * headings), 0
-        for wish in wishes:
-            speed = np.maximum(abs(self.velocities), 1e-9)
-            self.velocities *= (1 - FRICTION * np.maximum(1, STOP_SPEED / speed)).clip(0)
-            push = PUSH_GAIN * (PUSH_TOP - (self.velocities * wish.conj()).real)
-            self.velocities += push.clip(0, PUSH) * wish
-            moved = moved + self.velocities
-        self.headings = headings[-1]
-        self.advance(0, moved.real, self.velocities.real)
-        self.advance(1, moved.imag, self.velocities.imag)
+        self.headings -= TURN * look
+        wish = (forward - 1j * strafe) * np.exp(1j * self.headings)
+        speed = np.maximum(abs(self.velocities), 1e-9)
+        self.velocities *= (1 - FRICTION * np.maximum(1, STOP_SPEED / speed)).clip(0)
+        push = PUSH_GAIN * (PUSH_TOP - (self.velocities * wish.conj()).real)
+        self.velocities += push.clip(0, PUSH) * wish
+        self.advance(0, self.velocities.real)
+        self.advance(1, self.velocities.imag)
 
-    def advance(self, axis, moved, velocities):
-        new, ahead = self.places[:, axis] + moved, np.sign(moved)
+    def advance(self, axis, velocities):
+        new, ahead = self.places[:, axis] + velocities, np.sign(velocities)
         cell = ((new + CLEARANCE * ahead) // CELL).astype(int)
         corners = (self.places[:, 1 - axis] + CORNERS) // CELL  # (2, N)
         cells = (corners.astype(int), cell) if axis == 0 else (cell, corners.astype(int))
@@ -556,20 +565,21 @@ class LabMazes(LabWorlds):
         velocities[hit] = 0  # a view
 
     def play(self, actions):
-        begins = self.done
-        self.move(actions)
-        touched = self.present & (abs(self.objects - self.places[:, None]) < PICKUP).all(2) & ~begins[:, None]
-        rewards = (touched * self.object_rewards).sum(1).astype(np.float32)
-        self.clocks += 1
-        if len(self.object_rewards) == 1:
-            for n in np.flatnonzero(touched[:, 0]):  # the goal stays, and the clock runs on
+        begins, rewards = self.done, np.zeros(self.num_envs, np.float32)
+        for _ in range(REPEAT):
+            self.move(actions)
+            self.respawns -= 1
+            for n in np.flatnonzero(self.respawns == 0):
+                if len(self.object_rewards) > 1:  # a goal stays where it is
+                    self.place_objects(n)
                 self.spawn(n)
-        else:
+            gaps = self.places[:, None] - self.objects  # (N, objects, 2)
+            touched = ((gaps >= PICKUP[0]) & (gaps <= PICKUP[1])).all(2) & self.present & ~begins[:, None]
+            rewards += touched @ self.object_rewards
             self.present &= ~touched
             left = (self.present * self.object_rewards > 0).any(1)
-            for n in np.flatnonzero(~left & ~begins):
-                self.place_objects(n)
-                self.spawn(n)
+            self.respawns[touched.any(1) & ~left] = RESPAWN
+        self.clocks += 1  # it runs on
         for n in np.flatnonzero(begins):
             self.start_episode(n)
         return self.draw(), rewards, ~begins & (self.clocks == self.episode_steps)
@@ -595,6 +605,8 @@ def make_envs(args):
     except Exception as error:
         if args.engine == "deepmind_lab":
             fail(f"--engine deepmind_lab does not import, accepted without it: labmaze ({error!r})")
+        if not isinstance(error, ModuleNotFoundError) or error.name != "deepmind_lab":
+            print(f"deepmind_lab is installed but does not import: {error!r}", file=sys.stderr)
         print(f"engine: labmaze, a stand-in whose scores are not DeepMind Lab's ({error!r})", flush=True)
         args.engine = "labmaze"
     if args.engine == "deepmind_lab":
@@ -943,9 +955,10 @@ if __name__ == "__main__":
                     actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
                 next_obs, reward, terminations[step], truncations[step], info = envs.step(actions[step].cpu().numpy())
                 obs[step + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
+                is_cut = (reward != 0) | (rewards[step - 1] != 0)  # the engine moves agents 2 frames after a reward
                 valid[step], rewards[step] = ~next_done, reward
                 next_done = terminations[step] | truncations[step]
-                segment_steps[step + 1] = np.where(valid[step] & (reward == 0), segment_steps[step] + 1, 0)
+                segment_steps[step + 1] = np.where(valid[step] & ~is_cut, segment_steps[step] + 1, 0)
                 episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
                 episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
                 finished_returns += episode_returns[next_done].tolist()

@@ -30,7 +30,7 @@ class Run(SimpleNamespace):
     """Its state is left, running, finished, failed (or made with other flags), or elsewhere (someone else is at it)."""
 
     def find_state(self):
-        """left, finished, or failed with a line that tells why. Without a checkpoint nothing can be mixed or skipped."""
+        """left, finished, or failed with a line that tells why. Without a checkpoint no flags can be mixed."""
         if not os.path.exists(self.checkpoint) or not os.path.exists(self.json):  # the latter if started by hand
             return "left"
         try:
@@ -49,10 +49,10 @@ class Run(SimpleNamespace):
             json.dump({"command": self.command, "finished": finished}, file)
         os.replace(f"{self.json}.tmp", self.json)
 
-    def get_line(self, options):
+    def get_command(self, options):
         track = ["--track", "--wandb-project-name", f"sprl-{self.block}"] if options.track else []
         resume = ["--resume", self.checkpoint] if os.path.exists(self.checkpoint) else []
-        return shlex.join([options.python, *self.command, *track, *resume])
+        return [options.python, *self.command, *track, *resume]
 
     def said(self):
         """What the last command in the log has said; nothing if the log is missing."""
@@ -61,51 +61,44 @@ class Run(SimpleNamespace):
 
     def count_steps(self):
         """By the progress bar in the log, whatever else it says."""
+        if self.state == "finished":
+            return self.steps
         steps = re.findall(r"(\d+)/\d+ \[", self.said()[-4000:])
         return min(int(steps[-1]), self.steps) if steps else 0
 
     def report_failure(self):
         last_line = self.said().strip().rpartition("\n")[2]
-        print(f"{CLEAR}failed: {self.log}: {last_line[:200]}", file=sys.stderr)
+        print(f"failed: {self.log}: {last_line[:200]}", file=sys.stderr)
 
     def lock(self):
-        """The open log, locked; None if someone else is at the run. A script inherits the lock with its output."""
-        log = open(self.log, "ab", buffering=0)
+        """The open log, locked, or None; finds the state. A script inherits the lock with its output."""
         try:
+            log = open(self.log, "ab", buffering=0)
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(self.folder):
                 with open(f"{self.folder}/lock", "a") as file:  # of a script that was started by hand
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.state = self.find_state()
             return log
         except BlockingIOError:
-            return None
+            self.state = "elsewhere"
+        except OSError as error:
+            self.state = "failed"
+            print(f"{CLEAR}failed: {self.log}: {error}", file=sys.stderr)
 
     def start(self, options):
         """Starts or resumes the run, unless someone else is at it or was meanwhile."""
         log = self.lock()
-        self.state = self.find_state() if log else "elsewhere"
-        if self.state == "left":
+        if log and self.state == "left":
             if not os.path.exists(self.checkpoint):  # it died before it had anything to go on from
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.write_json(finished=False)
-            line = self.get_line(options)
-            log.write(f"\n$ {line}\n".encode())
-            print(CLEAR + line, flush=True)
+            command = self.get_command(options)
+            log.write(f"\n$ {shlex.join(command)}\n".encode())
+            print(CLEAR + shlex.join(command), flush=True)
             # apart from the terminal, whose Ctrl-C would be a second signal and end it; Slurm keeps a job together
-            is_apart = not options.task
-            self.process = subprocess.Popen(shlex.split(line), stdout=log, stderr=log, start_new_session=is_apart)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=not options.task)
             self.state, self.held = "running", log
-
-
-def time_left(runs, workers, first_steps, began):
-    """Work is counted in steps, so that a run that was resumed near its end counts little."""
-    worked = sum(run.count_steps() for run in runs) - first_steps
-    left = [run.steps - run.count_steps() for run in runs if run.state in ("left", "running")]
-    if worked <= 0 or not left:  # below 0: a run that was resumed has not said yet where it is
-        return ""
-    most = max(sum(left), max(left) * workers)  # in the end workers idle while the last run goes on
-    hours, minutes = divmod(int((time.time() - began) * most / worked / 60) + 1, 60)
-    return f", about {hours} h {minutes} min left" if hours else f", about {minutes} min left"
 
 
 def draw(runs, python):
@@ -138,25 +131,22 @@ def submit(runs, options):
     """Submits what is left as Slurm's job arrays, whose tasks are the same command with --task; the exit code."""
     if not shutil.which("sbatch"):
         fail("--slurm needs sbatch on the PATH")
-    code = int(any(run.state == "failed" for run in runs))
-    for run in runs:  # what an earlier array did not finish, so that a run that always fails is seen
-        if run.state == "left" and os.path.exists(run.log):
-            if not run.lock():
-                run.state = "elsewhere"
-            elif HEARD in run.said():
-                print(f"stopped: {run.log}", file=sys.stderr)
-            else:
-                run.report_failure()
-                code = 1
-    code = draw(runs, options.python) or code
     limit = re.search(r"MaxArraySize\s*= (\d+)", subprocess.getoutput("scontrol show config"))
     size = int(limit[1]) - 1 if limit else 1000  # an array's numbers are below the limit
     if size < 1:
         fail(f"--slurm needs job arrays, but Slurm's MaxArraySize is {size + 1}, accepted: 2 or more")
+    code = int(any(run.state == "failed" for run in runs))
+    for run in runs:  # what an earlier array did not finish, so that a run that always fails is seen
+        if run.state == "left" and os.path.exists(run.log) and run.lock():
+            if HEARD in run.said():
+                print(f"stopped: {run.log}", file=sys.stderr)
+            else:
+                run.report_failure()
+                code = 1
+    left = [number for number, run in enumerate(runs, start=1) if run.state == "left"]
     flags = [f"--job-name=sprl-{options.block}", "--requeue", "--open-mode=append", f"--chdir={ROOT}"]
     flags += ["--output=runs/slurm-%A-%a.txt", "--signal=B:USR1@120"]  # B: to the launcher alone
     again = shlex.join([*sys.argv[1:], f"--engine={options.engine}", f"--python={options.python}"])
-    left = [number for number, run in enumerate(runs, start=1) if run.state == "left"]
     for first in range(0, len(runs), size):
         tasks = ",".join(str(number - first) for number in left if first < number <= first + size)
         # exec: a shell before the launcher would die of scancel and take it along before it has saved
@@ -164,8 +154,8 @@ def submit(runs, options):
         command = ["sbatch", f"--array={tasks}", *flags, *options.sbatch.split(), "--wrap", wrap]
         if tasks and subprocess.run(command).returncode:
             return 1
-    print("once it has ended, give the same command again" if left else "all that is left is running")
-    return code
+    print("later, the same command draws the figure or submits again" if left else "all that is left is running")
+    return draw(runs, options.python) or code
 
 
 if __name__ == "__main__":
@@ -192,17 +182,16 @@ if __name__ == "__main__":
             fail(f"--{name} {value}, accepted: a whole number from 1 to {most}")
     if not shutil.which(options.python):
         fail(f"--python {options.python}: no such program")
-    options.python = os.path.abspath(shutil.which(options.python))
+    options.python = os.path.abspath(shutil.which(options.python))  # it is named from where the user is
     os.chdir(ROOT)
     if options.engine == "auto":
         found = subprocess.run([options.python, "-c", "import deepmind_lab"], capture_output=True).returncode == 0
         options.engine = "deepmind_lab" if found else "labmaze"
 
-    # THE BLOCK'S RUNS: BY ENVIRONMENT, THEN BY METHOD, THEN BY SEED ##################################################
-    runs = []
-    rows = [line.replace("{engine}", options.engine).split() for line in lines]
-    for kind, group in itertools.groupby(rows, key=lambda row: row[0]):
-        group = list(group)
+    # RUNS ############################################################################################################
+    runs = []  # by environment, then by method, then by seed
+    for kind, group in itertools.groupby(lines, key=lambda line: line.split()[0]):
+        group = [line.replace("{engine}", options.engine).split() for line in group]
         if kind == "block":
             _, block, num_seeds, *claim = group[0]
             name = block.removesuffix(f"-{options.engine}")
@@ -222,9 +211,7 @@ if __name__ == "__main__":
                 run.command = [script, "--env-id", env.split(":")[0], "--seed", f"{seed}", "--total-timesteps"]
                 run.command += [f"{run.steps}", *flags, *env_flags, "--run-name", run.name]
                 runs.append(run)
-
-    # THOSE OF --only, WHOSE WORDS ARE METHODS OR PARTS OF ENVIRONMENTS' NAMES, OR OF --task ##########################
-    words = options.only.split(",")  # without --only the empty word, a part of every name
+    words = options.only.split(",")  # methods, or parts of environments' names; by default "", a part of all
     labels, envs = dict.fromkeys(run.label for run in runs), dict.fromkeys(run.env for run in runs)
     for word in words:
         if word not in labels and not any(word in env for env in envs):
@@ -241,9 +228,9 @@ if __name__ == "__main__":
     for run in runs:
         run.state = run.find_state()
         if options.dry_run and run.state != "failed":
-            print(f"# finished: {run.name}" if run.state == "finished" else run.get_line(options))
+            print(f"# finished: {run.name}" if run.state == "finished" else shlex.join(run.get_command(options)))
     if options.dry_run:
-        sys.exit(any(run.state == "failed" for run in runs))
+        sys.exit(int(any(run.state == "failed" for run in runs)))
     os.makedirs("runs", exist_ok=True)
     if options.slurm and not options.task and any(run.state == "left" for run in runs):
         sys.exit(submit(runs, options))
@@ -252,7 +239,7 @@ if __name__ == "__main__":
     os.environ["PYTHONUNBUFFERED"] = "1"  # a log's last line must be the last that was said
     if options.task or options.workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-    signals, is_stopping, shown, shown_at = [], False, "", 0.0
+    signals, shown, shown_at = [], "", 0.0
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: signals.append(number))
     queue = [run for run in runs if run.state == "left"]
@@ -265,14 +252,11 @@ if __name__ == "__main__":
                 if run.process.returncode == 0 and run.said() and HEARD not in run.said():
                     run.write_json(finished=True)
                     run.state = "finished"
-                elif signals:
-                    run.state = "left"
                 else:
-                    run.state = "failed"
-                    run.report_failure()
+                    run.state = "left" if signals else "failed"
                 run.held.close()
-        if signals and not is_stopping:
-            is_stopping, shown = True, ""
+        if signals and workers:
+            workers, shown = 0, ""
             time.sleep(1)  # Slurm may have sent the signal to all processes: a second one would end them at once
             for run in running:
                 if HEARD not in run.said():
@@ -283,19 +267,25 @@ if __name__ == "__main__":
         is_due = line != shown or time.time() - shown_at > (5 if CLEAR else 600)
         if is_due and (running or not queue):
             shown, shown_at = line, time.time()
-            line += ", saving" if signals else time_left(runs, workers, first_steps, began)
+            worked = sum(run.count_steps() for run in runs) - first_steps  # below 0 until a resumed run shows its bar
+            left = [run.steps - run.count_steps() for run in runs if run.state in ("left", "running")]
+            if signals:
+                line += ", saving"
+            elif worked > 0 and left:
+                most = max(sum(left), max(left) * workers)  # in the end workers idle while the last run goes on
+                hours, minutes = divmod(int((time.time() - began) * most / worked / 60) + 1, 60)
+                line += f", about {hours} h {minutes} min left" if hours else f", about {minutes} min left"
             print(CLEAR + line, end="" if CLEAR else "\n", flush=True)
-        if queue and not signals and live < workers:
+        if queue and live < workers:
             queue.pop(0).start(options)
         elif live:
             time.sleep(0.2)
         else:
             break
-    if CLEAR:
-        print()
-
-    # THE END #########################################################################################################
+    print()  # on a terminal the progress has no end of line
     for run in runs:
+        if run.state == "failed" and run.process:  # of the others it was said before
+            run.report_failure()
         if run.state == "elsewhere":
             run.state = run.find_state()
             if run.state == "left":
@@ -307,4 +297,4 @@ if __name__ == "__main__":
     if signals:
         print("stopped; the same command again goes on")
         sys.exit(130)
-    sys.exit(draw(runs, options.python) or any(run.state != "finished" for run in runs))
+    sys.exit(draw(runs, options.python) or int(any(run.state != "finished" for run in runs)))

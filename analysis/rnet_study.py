@@ -78,8 +78,7 @@ def study(script, args, num_steps, keep_positives):
     envs, rng = script.make_envs(args), np.random.default_rng(args.seed)
     envs.single_action_space.seed(args.seed)
     rnet = script.make_rnet(envs, args).eval()
-    kind = torch.optim.AdamW if os.environ.get("ADAMW") else torch.optim.Adam
-    optimizer = kind(rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay)
+    optimizer = torch.optim.Adam(rnet.parameters(), lr=args.rnet_learning_rate, weight_decay=args.rnet_weight_decay)
     shape, is_image = (args.num_steps + 1, args.num_envs), hasattr(script, "FrameRing")
     space = envs.single_observation_space
     obs = torch.from_numpy(np.zeros((*shape, *space.shape), space.dtype))

@@ -249,14 +249,12 @@ def test_unreadable_files_are_refused(trained, tmp_path, capsys, monkeypatch):
     assert not Path("hostile").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["../ppo_sprl_minigrid.py", "/ppo_evil.py", "ppo_nope.py", "analysis/evaluate.py", "os", "", "a\nb"]
-)
-def test_unknown_scripts_are_refused(name, checkpoint, tmp_path, capsys):
-    other = save(tmp_path, checkpoint | {"script": name})
-    error = refused(evaluate.main, evaluate.Args(other), capsys)
-    assert repr(name) in error and SCRIPT in error and "--script PATH" in error
-    assert repr(name) in refused(curves.main, curves.Export((other,), str(tmp_path / "out")), capsys)
+def test_unknown_scripts_are_refused(checkpoint, tmp_path, capsys):
+    for name in ("../ppo_sprl_minigrid.py", "/ppo_evil.py", "ppo_nope.py", "analysis/evaluate.py", "os", "", "a\nb"):
+        other = save(tmp_path, checkpoint | {"script": name})
+        error = refused(evaluate.main, evaluate.Args(other), capsys)
+        assert repr(name) in error and SCRIPT in error and "--script PATH" in error
+        assert repr(name) in refused(curves.main, curves.Export((other,), str(tmp_path / "out")), capsys)
 
 
 def test_a_checkpoint_chooses_no_module(checkpoint, tmp_path, capsys, monkeypatch):
@@ -578,18 +576,15 @@ def test_the_claim_stays(tmp_path):
         assert curves.read_claim(tmp_path) == first and text.startswith(f"The paper's claim: {first}") == bool(first)
 
 
-@pytest.mark.parametrize(
-    "kind, flags, words",
-    [
+def test_wrong_command_lines_are_one_line(monkeypatch, capsys):
+    for kind, flags, words in (
         (curves.Figure, "x --smooth abc", ["--smooth", "'abc'", "INT"]),
         (curves.Figure, "", ["folder of the CSV files"]),
         (curves.Export | curves.Figure, "", ["export, figure"]),
         (curves.Export | curves.Figure, "draw", ["draw", "export, figure"]),
         (evaluate.Args, "agent.pt --episode 3", ["--episode", "--episodes INT"]),
         (evaluate.Args, "agent.pt --seed", ["--seed"]),
-    ],
-)
-def test_wrong_command_lines_are_one_line(kind, flags, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["analysis/x.py", *flags.split()])
-    error = refused(common.parse_args, kind, capsys)
-    assert error.startswith("x.py: error: ") and all(word in error for word in words) and "──" not in error
+    ):
+        monkeypatch.setattr(sys, "argv", ["analysis/x.py", *flags.split()])
+        error = refused(common.parse_args, kind, capsys)
+        assert error.startswith("x.py: error: ") and all(word in error for word in words) and "──" not in error

@@ -242,8 +242,8 @@ def test_icm_rewards_are_the_divided_and_clipped_errors(run):
 
 
 def test_icm_loss_is_weighted_as_written(run):
-    """PPO's loss + scale * (weight * forward + (1 - weight) * inverse), and the same gradient, of the inverse error alone
-    in the features. The means are over the valid rows: the states of one that autoreset inserted are of two episodes. At
+    """PPO's loss + scale * (weight * forward + (1 - weight) * inverse), and the same gradient, in the features of the
+    inverse error alone. The means are over the valid rows: a row that autoreset inserted has states of two episodes. At
     a rate of 0 no run changes anything, so that PPO's part is the same in all."""
     one_minibatch = "--update-epochs 1 --num-minibatches 1 --max-grad-norm 1e9 --learning-rate 0"
     ppo_loss = None

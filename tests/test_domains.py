@@ -77,12 +77,11 @@ def parse(name, flags):
     return tyro.cli(module.Args, default=module.Args(**settings), args=flags.split())
 
 
-@pytest.mark.parametrize("name, env_id", TABLE, ids=lambda part: str(part).removesuffix(".py"))
-def test_defaults_are_the_tables(name, env_id):
-    args = vars(parse(name, f"--env-id {env_id}" if env_id else ""))
-    expected = EVERYWHERE | TABLE[name, env_id]
-    assert {key: args[key] for key in expected} == expected
-    assert env_id in (None, args["env_id"])
+def test_defaults_are_the_tables():
+    for (name, env_id), settings in TABLE.items():
+        args, expected = vars(parse(name, f"--env-id {env_id}" if env_id else "")), EVERYWHERE | settings
+        assert {key: args[key] for key in expected} == expected, (name, env_id)
+        assert env_id in (None, args["env_id"])
 
 
 @pytest.mark.parametrize("name", [ECO, ICM])
@@ -265,8 +264,7 @@ def eco_bonuses(trace, slots):
 
 
 def icm_bonuses(trace, slots):
-    """The forward model's errors over their mean, with the model as the iteration before has left it; none is known of the
-    first."""
+    """The forward model's errors over their mean, with the model as the iteration before has left it."""
     yield None
     for before, shot in zip(trace, trace[1:]):
         icm = before.icm
@@ -343,32 +341,28 @@ METHODS = {  # of each script
     "atari": (GAMES, [ATARI, ECO, ICM]),
     "dmlab": (MAZES, [DMLAB, ECO, ICM, GT_GRID]),
 }
-TASKS = [(name, env_id) for env_ids, names in METHODS.values() for name in names for env_id in env_ids]
-TASKS.append((GT_GRID, MONTEZUMA))
-QUICK = [(GT_GRID, MONTEZUMA), (ICM, LARGE)]  # one game, one maze
-TINY = "--num-envs 2 --num-steps 8 --num-minibatches 1 --update-epochs 1 --total-timesteps 32 --run-name small"
+CASES = [(name, tuple(env_ids), domain) for domain, (env_ids, names) in METHODS.items() for name in names]
+QUICK = [(GT_GRID, (MONTEZUMA,), "atari"), (ICM, (LARGE,), "dmlab")]  # one game, one maze
+TINY = "--num-envs 2 --num-steps 8 --num-minibatches 1 --update-epochs 1 --total-timesteps 32"
 TINY_RNET = "--rnet-start 16 --negative-bias 1 --k 2 --rnet-triplets 16 --heldout-pairs 16"
 
 
-def is_slow(name, env_id):
-    return env_id in (*GAMES, *MAZES) and (name, env_id) not in QUICK
-
-
 @pytest.mark.parametrize(
-    "name, env_id", [pytest.param(*task, marks=[slow] * is_slow(*task)) for task in TASKS], ids=str
+    "name, env_ids, domain",
+    [*QUICK, *(pytest.param(*case, marks=[slow] * (case[2] in ("atari", "dmlab"))) for case in CASES)],
+    ids=lambda part: str(part).removesuffix(".py") if isinstance(part, str) else str(len(part)),
 )
-def test_every_task_starts(run, name, env_id):
+def test_every_task_starts(run, name, env_ids, domain):
     """Two iterations, an RNet training included; the method's own name is in all that is shown."""
-    flags = f"--env-id {env_id} {TINY}"
     has_rnet = name not in (ICM, GT_GRID)
-    if has_rnet:
-        flags += f" {TINY_RNET}" + (" --rnet-width 4" if env_id in (*GAMES, *MAZES) else "")
-    if env_id in MAZES:
-        flags += f" {LAB}"
-    result = run(flags, name)
-    method = {ECO: "eco", ICM: "icm", GT_GRID: "gt-grid"}.get(name, "sprl")
-    assert result["method"] == (f"{method}-labmaze" if env_id in MAZES else method)
-    assert [row["step"] for row in result["history"]] == [16, 32]
-    assert any("rnet/loss" in row for row in result["history"]) == has_rnet
-    saved = torch.load("runs/small/agent.pt", weights_only=True)
-    assert saved["script"] == name and saved["args"]["env_id"] == env_id
+    method = {ECO: "eco", ICM: "icm", GT_GRID: "gt-grid"}.get(name, "sprl") + "-labmaze" * (domain == "dmlab")
+    for env_id in env_ids:
+        flags = f"--env-id {env_id} {TINY} --run-name {env_id}" + f" {LAB}" * (domain == "dmlab")
+        if has_rnet:
+            flags += f" {TINY_RNET}" + " --rnet-width 4" * (domain in ("atari", "dmlab"))
+        result = run(flags, name)
+        assert result["method"] == method
+        assert [row["step"] for row in result["history"]] == [16, 32]
+        assert any("rnet/loss" in row for row in result["history"]) == has_rnet
+        saved = torch.load(f"runs/{env_id}/agent.pt", weights_only=True)
+        assert saved["script"] == name and saved["args"]["env_id"] == env_id

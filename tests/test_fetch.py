@@ -429,9 +429,9 @@ def test_both_kinds_of_pairs_are_normalized_as_one_batch(fetch):
 # RUNS ################################################################################################################
 SMALL = (
     "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --max-episode-steps 12 --run-name small "
-    "--cost-scale 0.1 --cost-bias 1 --num-tolerance-samples 5 --k 2 --ring-size 1200 --negative-bias 3 --rnet-reliable-accuracy 0 "
+    "--cost-scale 0.1 --cost-bias 1 --num-tolerance-samples 5 --k 2 --ring-size 1200 --negative-bias 3 "
     f"--rnet-start {2 * BATCH} --rnet-intervals {2 * BATCH} {2 * BATCH} {2 * BATCH} --rnet-batch-size 16 "
-    "--heldout-pairs 64 --rnet-triplets 32"
+    "--heldout-pairs 64 --rnet-triplets 32 --rnet-reliable-accuracy 0"
 )
 
 
@@ -448,8 +448,8 @@ def read_episodes(states, limit):
 
 
 def test_reward_of_a_run(shared_run):
-    """(r + lambda (1 - c)) / sigma in the last of seven rollouts. Rewards come from the states in the ring, sigma from the
-    moments of all discounted sums, c by Eq. 14 from the network, which was trained right before."""
+    """(r + lambda (1 - c)) / sigma in the last of seven rollouts. Rewards come from the states in the ring, sigma from
+    the moments of all discounted sums, c by Eq. 14 from the network, which was trained right before."""
     result = shared_run(SMALL + steps(7), FETCH)
     ring, history = result["ring"], result["history"]
     rows = ring.rows(ring.size)
@@ -484,8 +484,8 @@ def test_reward_of_a_run(shared_run):
 
 @pytest.mark.parametrize("bias", [0, 1])
 def test_reaching_the_goal_never_costs(fetch, run, bias):
-    """A bias is paid for every step. Were the time limit bootstrapped, an agent that never arrives would be paid for ever,
-    and one that arrives would not: so with a bias the time limit is an end. Without one it bootstraps, as elsewhere."""
+    """A bias is paid for every step. Were the time limit bootstrapped, an agent that never arrives would be paid for
+    ever, and one that arrives would not: so with a bias the time limit is an end. Without one it bootstraps."""
     result = run(f"{SMALL} --cost-bias {bias}{steps(3)}", FETCH)
     at_limit = result["truncations"]
     assert at_limit.sum() > 3 and (result["terminations"][at_limit] == bias).all()
