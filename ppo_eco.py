@@ -115,6 +115,7 @@ DOMAINS = {  # how a domain's ids look, and its settings where they differ from 
         clip_rewards=True, k=12, ring_size=30_000, negative_bias=80, rnet_intervals=(6_000, 150_000, 150_000),
         rnet_learning_rate=3e-4, rnet_weight_decay=0.03, heldout_pairs=7_500)),
 }  # fmt: skip
+RNET_SIZES = {name: {"blocks": (2, 2, 2, 2), "num_layers": 4} for name in ("atari", "dmlab")}  # ECO's own ResNet-18
 SHOWN = ("charts/episodic_return", "charts/success_rate", "eco/bonus", "rnet/heldout_accuracy")  # on bar and curve
 MAY_BE_0 = ("seed", "stack_observations", "negative_bias", "rnet_start")  # other whole numbers: from 1
 HIGHEST = {"gamma": 1, "gae_lambda": 1, "label_smoothing": 1, "rnet_reliable_accuracy": 1, "memory_percentile": 100}
@@ -531,8 +532,7 @@ if __name__ == "__main__":
     if domain_name == "dmlab":
         method = f"{method}-{args.engine}"  # the engines' scores are not comparable
     if args.bonus_scale:
-        size = {"blocks": (2, 2, 2, 2), "num_layers": 4} if domain_name in ("atari", "dmlab") else {}  # ECO's own
-        rnet = domain.make_rnet(envs, args, **size).to(device).eval()
+        rnet = domain.make_rnet(envs, args, **RNET_SIZES.get(domain_name, {})).to(device).eval()
         rnet_optimizer = torch.optim.Adam(rnet.parameters(), fused=True)  # its rate is set where it trains
         learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer}
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first

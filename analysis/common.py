@@ -168,8 +168,9 @@ def load_run(path, episodes, seed, script=None, device="cpu"):
         known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
         args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
         args.num_envs, args.seed = min(episodes, args.num_envs), world_seed
-        envs = script.make_envs(args)
-        agent = script.make_agent(envs, args).to(device)
+        domain = script.load_domain(args.env_id)[2] if hasattr(script, "load_domain") else script  # of a baseline
+        envs = domain.make_envs(args)
+        agent = domain.make_agent(envs, args).to(device)
         agent.load_state_dict(checkpoint["agent"])
     except Exception as error:
         fail(f"{path} does not fit today's {os.path.basename(script.__file__)} ({first_line(error)})")
@@ -182,7 +183,11 @@ def load_run(path, episodes, seed, script=None, device="cpu"):
 def load_rnet(run, path, envs=None):
     """The checkpoint's reachability network, for its own worlds or for others of the same domain."""
     try:
-        rnet = run.script.make_rnet(envs or run.envs, run.args).eval()
+        domain, size = run.script, {}
+        if hasattr(domain, "load_domain"):  # a baseline, that is ECO
+            name, _, domain = run.script.load_domain(run.args.env_id)
+            size = run.script.RNET_SIZES.get(name, {})
+        rnet = domain.make_rnet(envs or run.envs, run.args, **size).eval()
         rnet.load_state_dict(run.checkpoint["rnet"])
         return rnet
     except Exception as error:

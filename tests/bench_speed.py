@@ -30,7 +30,7 @@ from typing import Literal
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-READY = "--rnet-start 3072 --rnet-ready-accuracy 0"  # in the schedule's densest phase from the start
+READY = "--rnet-start 3072 --rnet-reliable-accuracy 0"  # in the schedule's densest phase from the start
 METHODS = {
     "ppo": "ppo_sprl_minigrid.py --cost-scale 0",
     "sprl": f"ppo_sprl_minigrid.py {READY}",
@@ -94,7 +94,7 @@ class Args:
 # ONE MEASUREMENT #####################################################################################################
 def run_script(command, fill, burn_in, iterations):
     """Runs a script's main block with a clock at each section; returns seconds per part, steps/s and the namespace. The
-    first `fill` iterations play only: a ring costs what it costs when it is full."""
+    first `fill` iterations have one epoch and no RNet training: a ring costs what it costs when it is full."""
     script, *argv = command.split()
     source = (ROOT / script).read_text()
     source = re.sub(r"^( +)# ([A-Z ]+) #{9,}\n", r"\g<0>\g<1>tick('\2', globals())\n", source, flags=re.M)
@@ -123,10 +123,10 @@ def run_script(command, fill, burn_in, iterations):
                     namespace["agent"].get_action_and_value, "policy forward"
                 )
             if fill and state["iteration"] == 1:
-                state["epochs"], state["next_step"] = namespace["args"].update_epochs, namespace["schedule"].next_step
-                namespace["args"].update_epochs, namespace["schedule"].next_step = 0, float("inf")
+                state["epochs"], state["next_step"] = namespace["args"].update_epochs, namespace["next_rnet_step"]
+                namespace["args"].update_epochs, namespace["next_rnet_step"] = 1, float("inf")
             if fill and state["iteration"] == 1 + fill:
-                namespace["args"].update_epochs, namespace["schedule"].next_step = state["epochs"], state["next_step"]
+                namespace["args"].update_epochs, namespace["next_rnet_step"] = state["epochs"], state["next_step"]
             if state["iteration"] == 1 + fill + burn_in:
                 seconds.clear()
                 state["start"] = now
@@ -160,16 +160,15 @@ def run_cleanrl(env_id, iterations):
     import ppo_sprl_minigrid as script
 
     args = script.Args(env_id=env_id)
-    factory, kwargs = script.WORLDS[env_id].func, script.WORLDS[env_id].keywords
-    worlds = [lambda: FullyObsWrapper(factory(**kwargs, max_steps=100)) for _ in range(args.num_envs)]
+    worlds = [lambda: FullyObsWrapper(gym.make(env_id, max_steps=100)) for _ in range(args.num_envs)]
     envs = gym.vector.SyncVectorEnv(worlds)
     shape = (args.num_steps, args.num_envs)
-    space = types.SimpleNamespace(
-        single_observation_space=envs.single_observation_space["image"], single_action_space=envs.single_action_space
-    )
+    image = envs.single_observation_space["image"]
+    stack = gym.spaces.Box(0, 255, (1, *image.shape), np.uint8)
+    space = types.SimpleNamespace(single_observation_space=stack, single_action_space=envs.single_action_space)
     agent = script.make_agent(space, args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    obs = torch.zeros((*shape, *space.single_observation_space.shape))
+    obs = torch.zeros((*shape, *image.shape))
     actions, logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(5))
     next_obs = torch.Tensor(envs.reset(seed=1)[0]["image"])
     next_done = torch.zeros(args.num_envs)
@@ -242,7 +241,7 @@ def update_gflop(namespace):
 
     agent, args, obs = namespace["agent"], namespace["args"], namespace["obs"]
     rows = namespace["batch_size"] // args.num_minibatches
-    batch = obs[-1:, :1].expand(rows, 1 + args.stack_observations, *obs.shape[2:])
+    batch = obs[-1, :1].expand(rows, *obs.shape[2:])
     with FlopCounterMode(display=False) as counter:
         _, _, entropy, value = agent.get_action_and_value(batch)
         (entropy.mean() + value.mean()).backward()
@@ -253,6 +252,7 @@ def child(args):
     import torch
 
     torch.set_num_threads(args.threads)
+    sys.path.insert(0, str(ROOT))  # as if the scripts were run from where they are
     if args.child == "cleanrl":
         result = {"sps": run_cleanrl(args.env_id, args.iterations), "parts": {}}
     else:
@@ -316,7 +316,6 @@ def compare(args):
 def pixel_cost(args):
     """ms that the cost of a new state takes: embedding it and comparing it with N older ones. An RNet on differences of
     images has nothing to embed, every pair is a pass of the network."""
-    import gymnasium as gym
     import numpy as np
     import torch
 
@@ -324,24 +323,21 @@ def pixel_cost(args):
     import ppo_sprl_atari as script
 
     torch.set_num_threads(args.threads)
-    envs = types.SimpleNamespace(single_observation_space=gym.spaces.Box(0, 255, (84, 84, 1), np.uint8))
     results = defaultdict(dict)
     print(f"ms per state, width 16, {args.threads} threads, medians of {args.repetitions} repetitions\n")
     print("| N | pixel-difference | embedding-difference |\n|---|---|---|")
     for n in (1, 10, 50, 200):
         for rnet_input, states in (("pixel-difference", max(1, 200 // n)), ("embedding-difference", 256)):
             settings = script.Args(rnet_input=rnet_input, rnet_width=16)
-            rnet, window = script.make_rnet(envs, settings).eval(), settings.k + n * settings.tolerance
-            frames = torch.randint(256, (window + states, 1, 84, 84, 1), dtype=torch.uint8)
-            depths, ages = torch.full(frames.shape[:2], window), np.full((states, 1), window)
-            rows, times = torch.arange(len(frames)), []
-            with torch.inference_mode():
-                old = script.embed_frames(rnet.embed, frames, depths, rows[:window], rnet.m)
-                for _ in range(1 + args.repetitions):
-                    begin = time.perf_counter()
-                    new = script.embed_frames(rnet.embed, frames, depths, rows[window:], rnet.m)
-                    script.ksp_cost(rnet, torch.cat([old, new]), ages, settings.k, settings.tolerance, n, 90.0)
-                    times.append(1000 * (time.perf_counter() - begin) / states)
+            rnet, gaps = script.make_rnet(None, settings).eval(), settings.k + np.arange(1, n + 1)
+            obs = torch.randint(256, (gaps[-1] + states, 1, 4, 84, 84), dtype=torch.uint8)
+            segment_steps, times = np.full((states, 1), gaps[-1]), []
+            old = script.embed_all(rnet, obs[: gaps[-1]])
+            for _ in range(1 + args.repetitions):
+                begin = time.perf_counter()
+                embeddings = torch.cat([old, script.embed_all(rnet, obs[gaps[-1] :])])
+                script.ksp_cost(rnet, embeddings, segment_steps, gaps, 90.0)
+                times.append(1000 * (time.perf_counter() - begin) / states)
             results[n][rnet_input] = statistics.median(times[1:])  # the first is for warming up
         print(f"| {n} | {results[n]['pixel-difference']:.2f} | {results[n]['embedding-difference']:.2f} |", flush=True)
     if args.json:

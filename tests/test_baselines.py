@@ -438,6 +438,12 @@ def test_a_copy_alone(name, tmp_path):
     assert (tmp_path / "runs/small/agent.pt").exists() and "16 steps" in result.stdout
 
 
+def test_checkpoints_of_another_domain_can_be_played(run, capsys):
+    run(f"{SMALL} --env-id FetchReach-v4 --bonus-scale 0.5{steps(1)}", ICM)
+    evaluate.main(evaluate.Args("runs/small/agent.pt", episodes=2))
+    assert "over 2 episodes" in capsys.readouterr().out
+
+
 def test_checkpoints_can_be_played(run, name, capsys):
     """evaluate.py plays the policy as it plays the same policy in a checkpoint of the canonical script."""
     run(f"{FLAGS[name]} --env-id MiniGrid-Empty-Random-5x5-v0{steps(3)}", name)

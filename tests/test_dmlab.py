@@ -3,16 +3,22 @@ marched in small steps and against objects placed by hand. The real engine: a do
 
 import multiprocessing.connection
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+import time
 import types
 from collections import Counter, deque
 from types import SimpleNamespace
 
+import labmaze.assets
 import numpy as np
 import pytest
 import torch
-from conftest import fake_envs, load, random_segments
+from conftest import ROOT, fake_envs, load, random_segments
+from PIL import Image
 
 DMLAB, ECO, ICM, GT_GRID = "ppo_sprl_dmlab.py", "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"
 SMALL, LARGE, MANY = "explore_goal_locations_small", "explore_goal_locations_large", "explore_object_rewards_many"
@@ -76,15 +82,22 @@ def distances(solid, *cells):
 
 # MAZES ###############################################################################################################
 @pytest.mark.parametrize(
-    "env_id, size, open_cells, objects, mean_path, max_path",
-    [(SMALL, 11, 59, {8, 12, 16}, 6.5, 24), (LARGE, 17, 146, {36}, 11.9, 41), (MANY, 13, 121, {16}, 7.3, 20)],
+    "env_id, size, open_cells, spawns, objects, mean_path, max_path",
+    [
+        (SMALL, 11, 59, 19.2, {8, 12, 16}, 6.5, 24),
+        (LARGE, 17, 146, 45, {36}, 11.9, 41),
+        (MANY, 13, 121, 5, {16}, 7.3, 20),
+    ],
 )
-def test_mazes_are_those_of_the_table(mazes, env_id, size, open_cells, objects, mean_path, max_path):
+def test_mazes_are_those_of_the_table(mazes, env_id, size, open_cells, spawns, objects, mean_path, max_path):
     envs = mazes(env_id, 60)
     opened, counts, paths = [], Counter(), []
+    assert np.mean([len(cells) for cells in envs.spawn_cells]) == pytest.approx(spawns, rel=0.05)
     for n in range(60):
         solid, cells = envs.solid[n], envs.object_cells[n]
         assert solid.shape == (size, size) and solid[[0, -1]].all() and solid[:, [0, -1]].all()
+        rooms = set(envs.mazes[n].variations_layer.ravel()) - {"."}
+        assert len(envs.spawn_cells[n]) == 5 * len(rooms)
         found = distances(solid, envs.spawn_cells[n][0])
         assert len(found) == (~solid).sum(), "everything is connected"
         neighbours = [sum(not solid[y + b, x + a] for a, b in ((1, 0), (-1, 0), (0, 1), (0, -1))) for x, y in found]
@@ -186,13 +199,39 @@ def test_no_agent_comes_closer_to_a_wall(mazes):
 
 
 # TASKS ###############################################################################################################
-@pytest.mark.parametrize("dx, dy, taken", [(49.9, 0, 1), (50.1, 0, 0), (0, -49.9, 1), (0, -50.1, 0), (49.9, 49.9, 1)])
-def test_pickup_radius_on_each_axis(mazes, dx, dy, taken):
+def test_pickup_box(mazes):
+    """x from -50 to +44 and y from -36 to +36 around the object. It is tested every frame: a step that only cuts the
+    box's corner takes the object, too."""
     envs = mazes(MANY)
     envs.objects[0] = -1e4
-    envs.objects[0, 2] = 650, 650
-    stand(envs, 650 + dx, 650 + dy)
-    assert act(envs, FIRE)[1].tolist() == [2.0 * taken]
+    inside = [(-49.9, 0), (43.9, 0), (0, -35.9), (0, 35.9), (-49.9, 35.9), (43.9, -35.9)]
+    outside = [(-50.1, 0), (44.1, 0), (0, -36.1), (0, 36.1), (-49.9, 36.1), (44.1, -35.9)]
+    for places, reward in ((inside, 2.0), (outside, 0.0)):
+        for place in places:
+            envs.objects[0, 2], envs.present[0] = (650, 650), True
+            stand(envs, *np.add(650, place))
+            assert act(envs, FIRE)[1].tolist() == [reward], place
+    envs.present[0] = True
+    stand(envs, 650 + 47, 650 + 27, np.deg2rad(135))
+    envs.velocities[0] = 5.1 * np.exp(1j * np.deg2rad(135))  # 3.6 units a frame and axis, from outside to outside
+    assert act(envs, FORWARD)[1].tolist() == [2.0]
+    np.testing.assert_allclose(envs.places[0] - 650, (47 - 4 * 3.6, 27 + 4 * 3.6), atol=0.1)
+
+
+def test_respawn_two_frames_after_the_goal(mazes):
+    """An agent at top speed, 5.1 units a frame, touches the goal's box in the first, second, third or fourth frame of a
+    step. Two frames later it is moved: in the same step, or in the next one, before which the old place is seen."""
+    envs = mazes(SMALL)
+    envs.solid[0, 1:-1, 1:-1] = False
+    envs.objects[0], envs.spawn_cells[0] = (550, 850), np.array([[2, 2]])
+    for frame in range(4):
+        stand(envs, 500 - 5.1 * (frame + 0.5), 850)
+        envs.velocities[0] = 5.1
+        assert act(envs, FORWARD)[1].tolist() == [10.0]
+        if frame >= 2:
+            assert envs.places[0].tolist() == pytest.approx([500 + 5.1 * (3.5 - frame), 850], abs=0.2)
+            assert act(envs, FORWARD)[1].tolist() == [0.0], "no second reward"
+        assert abs(envs.places[0] - 250).max() < 7.5 and envs.present.all(), frame
 
 
 def test_goal_respawns_the_agent_and_the_clock_runs_on(mazes):
@@ -242,8 +281,8 @@ def test_all_good_objects_restart_the_map(mazes):
         cells = {tuple(cell) for cell in envs.object_cells[n].tolist()}
         assert len(cells) == 16 and {tuple(c) for c in ((envs.objects[n] - 50) / 100).tolist()} <= cells
         assert len({tuple(place) for place in envs.objects[n].tolist()}) == 8
-        assert len(set(looks[n, :4])) == len(set(looks[n, 4:])) == 1 and looks[n, 0] != looks[n, 4]
-        meanings.add((looks[n, 0], looks[n, 4]))
+        assert sorted(looks[n]) == [0, 1, 2, 3, 4, 5, 6, 7], "each has a look of its own"
+        meanings.add(tuple(sorted(looks[n, :4])))
     assert len(meanings) > 1, "it is another one in another episode"
     before, rewards, solid = envs.objects.copy(), [], envs.solid.copy()
     for number in (0, 5, 2, 5, 1, 3):
@@ -347,7 +386,7 @@ def test_pixels_against_a_marched_ray(dmlab, mazes, env_id):
     """Random agents and pixels: what they show, of which texture, in which light, and where on it."""
     envs = alone(mazes(env_id, 12, seed=5, drawn=True))
     draw, starts, rng, texture = numbered(envs), envs.caster.starts, np.random.default_rng(0), 64 * 64
-    seen = Counter()
+    seen, looks = Counter(), set()
     for n in range(12):
         cells = np.argwhere(~envs.solid[n])[:, ::-1]
         envs.places[n] = cells[rng.integers(len(cells))] * 100 + rng.uniform(16, 84, 2)
@@ -357,6 +396,8 @@ def test_pixels_against_a_marched_ray(dmlab, mazes, env_id):
         n, row, col = rng.integers(12), *rng.integers(84, size=2)
         kind, cell, face, depth, place = march(envs, n, row, col)
         number = frames[n, row, col]
+        if number == starts["hud"]:
+            continue
         part = max((name for name in starts if starts[name] <= number), key=starts.get)
         if kind == "wall" and (face is None or min(place[2], 1 - place[2]) * 42 / depth < 0.3):
             continue  # a corner or an edge
@@ -376,15 +417,19 @@ def test_pixels_against_a_marched_ray(dmlab, mazes, env_id):
             variation = np.flipud(envs.mazes[n].variations_layer)[cell[1], cell[0]]
             seen["room" if variation != "." else "corridor"] += 1
         if kind == "floor":
-            assert (number // texture // 4 == 0) == (variation == ".")
+            looks.add((n, kind, variation, number // texture // 4))
             assert abs(column - fraction[0] * 64) < 1.5 and abs(line - fraction[1] * 64) < 1.5
         if kind == "wall":
             image, light = number // texture // 4 // 2, number // texture // 4 % 2
-            assert (image // (1 + dmlab.NUM_DECALS) == 0) == (variation == ".") and light == face // 2
+            looks.add((n, kind, variation, image // (1 + dmlab.NUM_DECALS)))
+            assert light == face // 2
             assert abs(column - across[0] * 64) < 1.5 and abs(line - (1 - place[2]) * 64) < 1.5
             assert abs(level - np.clip(np.log2(depth) + 1, 0, 3.999)) < 1.01
             seen["decal"] += image % (1 + dmlab.NUM_DECALS) > 0
     assert min(seen[kind] for kind in ("wall", "floor", "sky", "room")) > 15, seen
+    assert {look for _, _, variation, look in looks if variation == "."} <= {0}, "corridors always look the same"
+    rooms = [(n, kind) for n, kind, variation, _ in looks if variation != "."]
+    assert len({(n, kind, look) for n, kind, variation, look in looks if variation != "."}) == len(set(rooms))
 
 
 def test_depths_against_a_marched_ray(mazes):
@@ -479,7 +524,7 @@ def test_walls_hide_objects(mazes):
 
 
 def test_looks_of_episodes(dmlab, mazes):
-    """Corridors always look the same; the rooms of a maze share one wall and one floor of 20; decals on some."""
+    """Corridors always look the same; the rooms of a maze share one wall and one floor of 20; decals on 10 %."""
     envs = mazes(SMALL, 200)
     tables = envs.caster.tables.view(200, 5, 32, 32)[:, :, :11, :11].numpy()
     walls, floors, decals = set(), set(), []
@@ -491,14 +536,30 @@ def test_looks_of_episodes(dmlab, mazes):
         floors.add(int(one_floor))
         walls.add(int(one_wall))
         decals.append((wall % (1 + dmlab.NUM_DECALS) > 0).mean())
-    assert walls == floors == set(range(1, 21)) and 0.1 < np.mean(decals) < 0.2
+    assert walls == floors == set(range(20)) and np.mean(decals) == pytest.approx(0.1, abs=0.005)
     texels, starts, mask = dmlab.make_textures()
-    assert starts["floors"] == 21 * (1 + dmlab.NUM_DECALS) * 8 * 64 * 64 and texels.dtype == np.uint8
-    assert starts["sky"] - starts["floors"] == 21 * 4 * 64 * 64 and starts["looks"] - starts["sky"] == 512 * 64
-    assert len(texels) == starts["looks"] + len(mask)
-    nearest = texels[: starts["floors"]].reshape(21, -1, 2, 4, 64 * 64, 3)[:, 0, 0, 0].astype(int)
-    differences = abs(nearest[:, None] - nearest[None]).mean((2, 3))
-    assert differences[~np.eye(21, dtype=bool)].min() > 3, "21 walls that can be told apart"
+    assert starts["floors"] == 20 * (1 + dmlab.NUM_DECALS) * 8 * 64 * 64 and texels.dtype == np.uint8
+    assert starts["sky"] - starts["floors"] == 20 * 4 * 64 * 64 and starts["hud"] - starts["sky"] == 512 * 64
+    assert starts["looks"] == starts["hud"] + 1 and len(texels) == starts["looks"] + len(mask)
+    nearest = {"wall": texels[: starts["floors"]].reshape(20, -1, 2, 4, 64, 64, 3)[:, 0, 0, 0]}
+    nearest["floor"] = texels[starts["floors"] : starts["sky"]].reshape(20, 4, 64, 64, 3)[:, 0]
+    green = labmaze.assets.get_wall_texture_paths("style_01")["green"]
+    orange = labmaze.assets.get_floor_texture_paths("style_01")["orange"]
+    for (kind, images), path, light in zip(nearest.items(), (green, orange), (1, 0.9)):
+        picture = np.asarray(Image.open(path).convert("RGB").resize((64, 64), Image.Resampling.BOX)).swapaxes(0, 1)
+        assert abs(images[0] - light * picture.astype(float)).max() < 2, f"the corridors' {kind}"
+        differences = abs(images[:, None].astype(int) - images[None]).mean((2, 3, 4))
+        assert differences[~np.eye(20, dtype=bool)].min() > 3, f"20 {kind}s that can be told apart"
+
+
+def test_hud(mazes):
+    """An orange 100 at the bottom of every frame: a bar of 7 pixels, and two rings of 4 x 7 pixels, 18 each."""
+    envs = mazes(SMALL, 5, drawn=True)
+    starts, draw = envs.caster.starts, numbered(envs)
+    for frame, picture in zip(draw(), envs.frames[:, -1]):
+        rows, cols = np.nonzero(frame == starts["hud"])
+        assert len(rows) == 7 + 2 * 18 and rows.min() == 76 and rows.max() == 82
+        assert set(cols) == {26, *range(29, 33), *range(35, 39)} and (picture[rows, cols] == [255, 175, 0]).all()
 
 
 def test_one_frame_does_not_depend_on_the_others(mazes):
@@ -589,7 +650,10 @@ def test_networks_by_hand(dmlab):
 # THE REAL ENGINE #####################################################################################################
 class Lab:
     """A strict double of deepmind_lab.Lab, by the facts of its API: it raises where the real one raises. Episodes last
-    6 steps; a frame's first pixels are the seed's low byte and the steps so far; `plan` of the module makes it fail."""
+    6 steps; a frame's first pixels are the seed's low byte and the steps so far; `plan` of the module makes it fail.
+    Like the real one it keeps a folder of maps until it is freed, and prints every maze unless told not to."""
+
+    folder = ""
 
     def __init__(self, level, observations, config=None, renderer="software", level_cache=None):
         if level not in [f"contributed/dmlab30/{env_id}" for env_id in (SMALL, LARGE, MANY)]:
@@ -605,10 +669,17 @@ class Lab:
         self.plan = sys.modules["deepmind_lab"].plan
         if self.plan.get("breaks") == "start":
             raise RuntimeError("no display")
+        self.is_loud = config.get("logLevel") != "WARN"
+        self.folder = tempfile.mkdtemp(prefix="dmlab_temp_folder_", dir=os.environ.get("TMPDIR", "/tmp"))
         self.shape = int(config["height"]), int(config["width"]), 3
         self.names, self.renderer, self.cache, self.left, self.resets = observations, renderer, level_cache, 0, 0
 
+    def __del__(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def reset(self, seed=None):
+        if self.is_loud:
+            os.write(1, b"Maze Generated")
         if type(seed) is not int or not 0 <= seed < 2**31:
             raise TypeError("seed is an int")
         if self.cache is not None:
@@ -646,6 +717,8 @@ class Lab:
             if self.plan["breaks"] == "hard":
                 os._exit(3)
             raise ValueError("the map fell over")
+        if self.plan.get("sparse"):
+            return float(self.left == 4)  # in the second step of an episode
         return float(num_steps * 100 + action[3] * 10 + action[0])
 
 
@@ -673,9 +746,9 @@ def lab_args(**settings):
     )
 
 
-def test_real_engine(dmlab, engine):
+def test_real_engine(dmlab, engine, capfd):
     """Two episodes: rewards of action repeat 4, positions, the last frame kept where there is none, NEXT_STEP
-    autoreset, one process per environment."""
+    autoreset, one process per environment, and no maze is printed."""
     envs = dmlab.make_envs(lab_args(env_id=MANY, renderer="hardware"))
     frames, _ = envs.reset(seed=5)
     assert frames.shape == (2, 1, 84, 84, 3) and frames.dtype == np.uint8
@@ -698,6 +771,7 @@ def test_real_engine(dmlab, engine):
     assert envs.reset(seed=5)[0][:, 0, 0, 0, 0].tolist() == first, "fresh environments repeat a seed's episodes"
     envs.close()
     assert not any(process.is_alive() for process in [*processes, *envs.processes])
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("engine_name", ["deepmind_lab", "labmaze"])
@@ -779,11 +853,15 @@ def test_level_cache(dmlab, engine, tmp_path):
         ({"breaks": "raise", "resets": 1}, "ValueError('the map fell over')"),
         ({"breaks": "hard", "resets": 1}, "it was killed"),
         ({"breaks": "start"}, "RuntimeError('no display')"),
+        ({"breaks": "before"}, "it was killed"),
     ],
 )
 def test_dead_engine_ends_the_run(dmlab, engine, plan, said):
     engine |= plan
     envs = dmlab.make_envs(lab_args())
+    if plan["breaks"] == "before":  # its seed has been sent
+        envs.processes[0].kill()
+        envs.processes[0].join()
     with pytest.raises(SystemExit) as end:
         envs.reset(seed=0)
         for _ in range(6):
@@ -792,27 +870,31 @@ def test_dead_engine_ends_the_run(dmlab, engine, plan, said):
     envs.close()
 
 
-def test_workers_end_with_the_trainer(dmlab, engine):
-    """Ctrl-C is not for them, a closed pipe is their end, and so is the SIGTERM that multiprocessing sends at exit: an
-    orderly one, for the engine removes its folder."""
+def test_workers_end_with_the_trainer(dmlab, engine, tmp_path, monkeypatch):
+    """Ctrl-C and SIGTERM are not for them, a closed pipe is their end. No folder stays behind: neither if one of them
+    was killed, nor, once all are gone, if the trainer was."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     envs = dmlab.make_envs(lab_args(num_envs=3))
     envs.reset(seed=0)
     for process in envs.processes:
         os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
     assert act(envs, FORWARD)[1].tolist() == [410] * 3
+    assert len([*tmp_path.glob("sprl_dmlab_*/dmlab_temp_folder_*")]) == 3
     processes = envs.processes
-    envs.pipes[0].close()
-    processes[1].terminate()
-    for process in processes[:2]:
-        process.join(10)
-    assert [process.exitcode for process in processes] == [0, 0, None]
-    envs.pipes = envs.pipes[1:]
+    processes[1].kill()
     envs.close()
-    processes[2].join(10)
-    assert processes[2].exitcode == 0
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0] and not [*tmp_path.iterdir()]
+    envs = dmlab.make_envs(lab_args(num_envs=3))
+    envs.reset(seed=0)
+    for pipe in envs.pipes:
+        pipe.close()  # as the death of a trainer does
+    for process in envs.processes:
+        process.join(10)
+    assert [process.exitcode for process in envs.processes] == [0, 0, 0] and not [*tmp_path.iterdir()]
 
 
-def test_choice_of_the_engine(dmlab, engine, monkeypatch, capsys):
+def test_choice_of_the_engine(dmlab, engine, monkeypatch, capsys, tmp_path):
     def choose(name):
         args = lab_args(engine=name)
         envs = dmlab.make_envs(args)
@@ -824,8 +906,20 @@ def test_choice_of_the_engine(dmlab, engine, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
     monkeypatch.setitem(sys.modules, "deepmind_lab", None)  # importing it raises
     assert choose("auto") == "labmaze"
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "labmaze" in said and "not DeepMind Lab's" in said
+    said, error = capsys.readouterr()
+    assert said.count("\n") == 1 and "labmaze" in said and "not DeepMind Lab's" in said and error == ""
+    monkeypatch.delitem(sys.modules, "deepmind_lab")
+    monkeypatch.syspath_prepend(tmp_path)
+    for line, error in (  # it is installed
+        ("import old_resources", "ModuleNotFoundError(\"No module named 'old_resources'\")"),
+        ("raise ImportError('no libOSMesa', name='deepmind_lab')", "ImportError('no libOSMesa')"),
+    ):
+        (tmp_path / "deepmind_lab.py").write_text(line)
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        assert choose("auto") == "labmaze"
+        printed = capsys.readouterr()
+        assert printed.out.count("\n") == 1 and printed.out[:40] == said[:40]
+        assert printed.err == f"deepmind_lab is installed but does not import: {error}\n"
     with pytest.raises(SystemExit) as end:
         choose("deepmind_lab")
     error = capsys.readouterr().err
@@ -884,7 +978,8 @@ def test_run_on_the_real_engine(name, flags, run, engine):
 
 
 def test_sigterm_to_the_whole_job(run, engine, monkeypatch, capfd):
-    """A cluster sends it to all processes at once: the run stops, and saves its two whole iterations."""
+    """A cluster sends it to all processes, and the trainer may be the last to hear it: nothing has died, the run stops
+    and saves its two whole iterations."""
     count, recv = [0], multiprocessing.connection.Connection.recv
 
     def recv_or_stop(pipe):
@@ -892,6 +987,8 @@ def test_sigterm_to_the_whole_job(run, engine, monkeypatch, capfd):
         if count[0] == 2 * (1 + 2 * 16) + 5:
             for process in multiprocessing.active_children():
                 process.terminate()
+            time.sleep(0.5)  # time enough to die
+            recv(pipe)
             signal.raise_signal(signal.SIGTERM)
         return recv(pipe)
 
@@ -904,3 +1001,28 @@ def test_sigterm_to_the_whole_job(run, engine, monkeypatch, capfd):
     run(f"{FLAGS} --env-id {SMALL}{steps(6)}", DMLAB)
     assert f"stopping at step {2 * BATCH}, saving" in capfd.readouterr().err
     assert torch.load(CHECKPOINT, weights_only=True)["global_step"] == 2 * BATCH
+
+
+def test_segments_are_cut_twice(run, engine):
+    """Episodes of six steps and a reset's row, +1 in the second step. Its frame may still show the old place: it is a
+    segment of its own, also where a rollout ends, as the first does after 16 steps."""
+    engine |= {"sparse": True}
+    result = run(f"{FLAGS} --env-id {SMALL}{steps(2)}", DMLAB)
+    expected = 5 * [0, 1, 0, 0, 1, 2, 3]  # of the reset's state and the next six, over and over
+    assert expected[16] == expected[17] == 0 and result["rewards"].sum() == 2 * 2
+    assert result["segment_steps"].T.tolist() == 2 * [expected[16 : 16 + 17]]
+
+
+def test_evaluating_with_a_killed_worker(run, engine, tmp_path):
+    """One line, no traceback, no folder of maps."""
+    run(f"{PPO} --cost-scale 0 --env-id {SMALL}{steps(1)}", DMLAB)
+    (tmp_path / "deepmind_lab.py").write_text(
+        f"from test_dmlab import Lab\nplan = {dict(breaks='hard', resets=1, folder=str(tmp_path))}"
+    )
+    (tmp_path / "maps").mkdir()
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}", "TMPDIR": str(tmp_path / "maps")}
+    command = [sys.executable, str(ROOT / "analysis" / "evaluate.py"), CHECKPOINT]
+    end = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    bar, line = end.stderr.rsplit("\n", 2)[:2]
+    assert end.returncode == 1 and line == "error: environment 0 of deepmind_lab died: it was killed", end.stderr
+    assert "Traceback" not in bar and end.stdout == "" and not [*(tmp_path / "maps").iterdir()]

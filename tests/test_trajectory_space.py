@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "analysis"))
 
 import trajectory_space  # noqa: E402
-from trajectory_space import LAYOUTS, count, read_layout, square_distances  # noqa: E402
+from trajectory_space import COUNTS, LAYOUTS, count, count_readings, read_layout, square_distances  # noqa: E402
 
 RING = ("S..", ".G.", "...")  # the way from (1, 0) to (1, 2) leads around the goal: 4 steps, not 2
 NEAR = ("#######", "#..#..#", "#.S...#", "##.#.##", "#..G..#", "#..#..#", "#######")  # a goal in a door, 3 steps away
@@ -59,6 +60,48 @@ def relaxed_distances(rows):
     return distance
 
 
+def power_distances(rows):
+    """D_nr by powers of the matrix of moves; no path goes on from the goal."""
+    squares = [(x, y) for y, row in enumerate(rows) for x in range(len(row)) if row[x] != "#"]
+    apart = np.array([[abs(a[0] - b[0]) + abs(a[1] - b[1]) for b in squares] for a in squares])
+    moves = (apart <= 1).astype(float)
+    moves[squares.index(find(rows, "G"))] = 0
+    reached, distance = np.eye(len(squares)), np.zeros_like(apart)
+    for _ in squares:
+        distance += reached == 0
+        reached = np.minimum(reached + reached @ moves, 1)
+    return {(a, b): distance[i, j] for i, a in enumerate(squares) for j, b in enumerate(squares)}
+
+
+def walk(states, weight, forbidden, lag, horizon, squares, goal):
+    """The four counts, every admissible trajectory walked on its own, none merged."""
+    if states[-1] == goal or len(states) == horizon + 1:
+        ended = np.array([weight * 4 ** (horizon + 1 - len(states)), 1])
+        return np.array([*ended, *(ended if states[-1] == goal else (0, 0))])
+    x, y = states[-1]
+    total = np.zeros(4, np.int64)
+    reached = [(x, y - 1), (x, y + 1), (x - 1, y), (x + 1, y)]
+    reached = [square if square in squares else (x, y) for square in reached]
+    for square in set(reached):
+        if len(states) < lag or not forbidden(states[-lag], square):
+            weighted = weight * reached.count(square)
+            total += walk((*states, square), weighted, forbidden, lag, horizon, squares, goal)
+    return total
+
+
+def maps_without_outer_wall():
+    """{map: (doors)} of the 7x7 with rooms of 3x3: four doors, counted from the start's side, two diagonals."""
+    maps = {}
+    for upper, lower, left, right in itertools.product(range(3), repeat=4):
+        walls = {(3, i) for i in range(7) if i not in (upper, 4 + lower)}
+        walls |= {(i, 3) for i in range(7) if i not in (left, 4 + right)}
+        marks = dict.fromkeys(walls, "#") | {(0, 0): "S", (6, 6): "G"}
+        rows = ["".join(marks.get((x, y), ".") for x in range(7)) for y in range(7)]
+        for mirrored in (rows, [row[::-1] for row in rows]):
+            maps["/".join(mirrored)] = upper, lower, left, right
+    return maps
+
+
 def satisfies(states, rewards, distance, k, tolerance):
     """Eq. 18 letter by letter: c_t is 0 at every t."""
     for t in range(len(states)):
@@ -78,7 +121,9 @@ def test_equals_every_sequence_played_out(rows, horizon):
     rewards = {states: [int(state == goal) for state in states] for states in played}  # r_t: on arriving at s_t
     for k, tolerance in itertools.product(range(1, 5), range(5)):  # comparisons 1 to 8 steps back
         left = [states for states in played if satisfies(states, rewards[states], distance, k, tolerance)]
+        at_goal = [states for states in left if states[-1] == goal]
         expected = sum(played[states] for states in left), len(left)
+        expected += sum(played[states] for states in at_goal), len(at_goal)
         assert counted(rows, k, tolerance, horizon) == expected, (k, tolerance)
 
 
@@ -87,22 +132,15 @@ def test_full_horizon_equals_a_walk_over_single_histories():
     rows = LAYOUTS["walled"]
     distance, goal = relaxed_distances(rows), find(rows, "G")
     squares = {a for a, _ in distance}
+    for k, tolerance, expected in [
+        (2, 0, (33_334, 214, 33_152, 32)), (3, 0, (32_780, 20, 32_768, 8)), (3, 2, (552_436, 16_100, 481_024, 2_784)),
+        (5, 3, (674_560, 4_584, 674_560, 4_584)), (7, 4, (888_576, 6_600, 883_456, 6_560)),
+    ]:  # fmt: skip
 
-    def walk(states, weight, k, gap):
-        if states[-1] == goal or len(states) == 15:
-            return np.array([weight * 4 ** (15 - len(states)), 1])
-        x, y = states[-1]
-        total = np.zeros(2, np.int64)
-        reached = [(x, y - 1), (x, y + 1), (x - 1, y), (x + 1, y)]
-        reached = [square if square in squares else (x, y) for square in reached]
-        for square in set(reached):
-            if len(states) < gap or distance[states[-gap], square] >= k:
-                total += walk((*states, square), weight * reached.count(square), k, gap)
-        return total
+        def forbidden(old, new, k=k):
+            return distance[old, new] < k
 
-    for k, tolerance, expected in [(2, 0, (33_334, 214)), (3, 0, (32_780, 20)), (3, 2, (552_436, 16_100)),
-                                   (5, 3, (674_560, 4_584)), (7, 4, (888_576, 6_600))]:  # fmt: skip
-        assert tuple(walk((find(rows, "S"),), 1, k, k + tolerance)) == expected
+        assert tuple(walk((find(rows, "S"),), 1, forbidden, k + tolerance, 14, squares, goal)) == expected
         assert counted(rows, k, tolerance, 14) == expected
 
 
@@ -114,14 +152,14 @@ def test_k_1_removes_standing_still_and_a_long_window_nothing(layout):
     goal, start = (squares.index(find(LAYOUTS[layout], mark)) for mark in "GS")
 
     def walks(adjacency):
-        """(weighted by 4 per step left, distinct) walks of 14 steps that end at the goal when they reach it."""
+        """The four counts of walks of 14 steps that end at the goal when they reach it."""
         at, sequences, trajectories = np.eye(len(squares), dtype=np.int64)[[start, start]], 0, 0
         distinct = (adjacency > 0).astype(np.int64)
         for t in range(1, 15):
             at = np.stack([at[0] @ adjacency, at[1] @ distinct])
             sequences, trajectories = sequences + int(at[0, goal]) * 4 ** (14 - t), trajectories + int(at[1, goal])
             at[:, goal] = 0
-        return sequences + int(at[0].sum()), trajectories + int(at[1].sum())
+        return sequences + int(at[0].sum()), trajectories + int(at[1].sum()), sequences, trajectories
 
     moving = (apart == 1).astype(np.int64)
     assert counted(LAYOUTS[layout], 1, 0, 14) == walks(moving)
@@ -133,11 +171,11 @@ def test_k_1_removes_standing_still_and_a_long_window_nothing(layout):
 @pytest.mark.parametrize(
     "k, tolerance, horizon, expected",
     [
-        (1, 0, 2, (2, 2)),  # right right, right left
-        (1, 0, 3, (5, 2)),  # right right and a free action; right left right
-        (2, 0, 3, (4, 1)),  # right right and a free action
-        (1, 1, 2, (6, 3)),  # not back at S after two steps: stay (3 ways) right; right stay (2 ways); right right
-        (3, 0, 2, (16, 5)),  # nothing to compare with: SSS, SSm, SmS, Smm, SmG
+        (1, 0, 2, (2, 2, 1, 1)),  # right right, right left
+        (1, 0, 3, (5, 2, 4, 1)),  # right right and a free action; right left right
+        (2, 0, 3, (4, 1, 4, 1)),  # right right and a free action
+        (1, 1, 2, (6, 3, 1, 1)),  # not back at S after two steps: stay (3 ways) right; right stay (2 ways); right right
+        (3, 0, 2, (16, 5, 1, 1)),  # nothing to compare with: SSS, SSm, SmS, Smm, SmG
     ],
 )
 def test_corridor_by_hand(k, tolerance, horizon, expected):
@@ -162,7 +200,30 @@ def test_a_larger_k_never_adds_without_tolerance():
     """Every (k+1)-SP trajectory is k-SP, as in the paper's lemma; what remains are the 8 shortest paths to the goal."""
     counts = [counted(LAYOUTS["walled"], k, 0, 14) for k in range(1, 8)]
     assert all(large >= small for more, less in itertools.pairwise(counts) for large, small in zip(more, less))
-    assert counts[-1] == (8 * 4**6, 8)
+    assert counts[-1] == (8 * 4**6, 8, 8 * 4**6, 8)
+
+
+def test_the_reading_that_gives_24():
+    """k = 3, Dt = 0: no D <= k to the state k + Dt + 1 steps back. Every trajectory of every map is walked on its own.
+    What reaches the goal are the shortest ways: binomials for each room, for the route above and the one below."""
+    readings, found = count_readings()
+    assert [row["maps"] for row in readings] == 7 * [32] + 7 * [162]
+    hits = [(row["outer_wall"], row["least_distance"], row["lag"], name, row[f"maps_{name}"])
+            for row in readings for name in COUNTS if row[f"maps_{name}"]]  # fmt: skip
+    assert hits == [(False, 4, 4, "goal_trajectories", 36)]
+    maps, maps_with_24 = maps_without_outer_wall(), set()
+    assert len(maps) == 162
+    for name, (upper, lower, left, right) in maps.items():
+        rows = name.split("/")
+        distance, goal = power_distances(rows), find(rows, "G")
+        squares = {a for a, _ in distance}
+        walked = walk((find(rows, "S"),), 1, lambda old, new: distance[old, new] <= 3, 4, 14, squares, goal)  # noqa: B023
+        above = comb(2 + upper, 2) * comb(2 - upper + right, right) * comb(4 - right, 2)
+        below = comb(2 + left, 2) * comb(2 - left + lower, lower) * comb(4 - lower, 2)
+        assert walked[3] == above + below and walked[1] > 24, name
+        if walked[3] == 24:
+            maps_with_24.add(name)
+    assert len(found) == 36 and {row["map"] for row in found} == maps_with_24
 
 
 def run(folder, *flags):
@@ -180,10 +241,23 @@ def test_command_line(tmp_path):
     assert [(int(row["k"]), int(row["tolerance"])) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     for row in rows:
         expected = counted(LAYOUTS["walled"], int(row["k"]), int(row["tolerance"]), 5)
-        assert (int(row["sequences"]), int(row["trajectories"])) == expected
+        assert tuple(int(row[name]) for name in COUNTS) == expected
         assert float(row["share"]) == pytest.approx(expected[0] / 4**5, rel=1e-5)
         assert f"{expected[0]:,}" in done.stdout
+    assert "36 of 162 maps: D > 3 to the state 4 steps back, without outer wall" in done.stdout
+    with open(tmp_path / "new" / "folder" / "maps.csv") as file:
+        assert len(list(csv.DictReader(file))) == 36
     assert (tmp_path / "new" / "folder" / "trajectory_space.png").stat().st_size > 10_000
+
+
+def test_published_files():
+    """results/trajectory_space/ is what the program counts today."""
+    with open(ROOT / "results" / "trajectory_space" / "trajectory_space.csv") as file:
+        rows = {(int(row["k"]), int(row["tolerance"])): row for row in csv.DictReader(file)}
+    assert list(rows) == list(itertools.product(range(1, 8), range(6)))
+    for k, tolerance in [(1, 5), (3, 0), (3, 2), (7, 5)]:
+        expected = counted(LAYOUTS["walled"], k, tolerance, 14)
+        assert tuple(int(rows[k, tolerance][name]) for name in COUNTS) == expected
 
 
 @pytest.mark.parametrize("flag, value", [("horizon", 0), ("horizon", 17), ("max_k", 0), ("max_tolerance", -1)])
