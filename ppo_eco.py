@@ -605,9 +605,10 @@ if __name__ == "__main__":
                     actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
                 next_obs, reward, terminations[step], truncations[step], info = envs.step(actions[step].cpu().numpy())
                 obs[step + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
+                is_cut = (reward != 0) | ((rewards[step - 1] != 0) & (domain_name == "dmlab"))  # it moves agents late
                 valid[step], rewards[step] = ~next_done, reward
                 next_done = terminations[step] | truncations[step]
-                segment_steps[step + 1] = np.where(valid[step] & (reward == 0), segment_steps[step] + 1, 0)
+                segment_steps[step + 1] = np.where(valid[step] & ~is_cut, segment_steps[step] + 1, 0)
                 episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
                 episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
                 finished_returns += episode_returns[next_done].tolist()

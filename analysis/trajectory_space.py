@@ -174,12 +174,15 @@ def draw(args, counts, found, path):
     axes[1, 0].axis("off")
     charts = dict(zip(COUNTS, axes[:, 1:].flat))
     total, tolerances = 4**args.horizon, sorted({tolerance for _, tolerance in counts})
+    lowest = min(number for counted in counts.values() for number in counted if number)
     for column, (name, axis) in enumerate(charts.items()):
+        axis.set_ylim(100 * lowest / total / 50, 200)  # room for text below the curves
+        axis.set_yscale("log")
         for i, tolerance in enumerate(tolerances):
             line = [(k, 100 * counts[k, tolerance][column] / total) for k, dt in counts if dt == tolerance]
             colour = plt.get_cmap("viridis")(0.92 * i / max(len(tolerances) - 1, 1))
             axis.plot(*zip(*line), "o-", markersize=4, linewidth=1.6, color=colour, label=rf"$\Delta t$ = {tolerance}")
-        axis.set(yscale="log", xlabel="k", xticks=range(1, args.max_k + 1))
+        axis.set(xlabel="k", xticks=range(1, args.max_k + 1))
         axis.set_ylabel(f"satisfying the k-SP constraint, % of $4^{{{args.horizon}}}$" if column % 2 == 0 else "")
         axis.set_title(COUNTS[name], fontsize=10)
         axis.grid(alpha=0.25, linewidth=0.6)
@@ -195,9 +198,6 @@ def draw(args, counts, found, path):
             draw_paper_number(charts[name], *here)
         if found:
             caption += draw_other_reading(charts, axes[1, 0], args.max_k, found)
-    lowest = min(number for counted in counts.values() for number in counted if number)
-    for axis in charts.values():
-        axis.set_ylim(100 * lowest / total / 50, 200)  # room for the text below the curves
     handles, labels = axes[1, 2].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], frameon=False, loc="outside right center")
     figure.supxlabel(caption, fontsize=8.5, x=0.02, ha="left")
@@ -214,7 +214,7 @@ def draw_paper_number(axis, without_tolerance, with_tolerance):
     axis.annotate("", (PAPER_K, scale * with_tolerance), (PAPER_K, scale * PAPER_COUNT), arrowprops=arrow)
     text = (
         f'paper: {PAPER_COUNT} for k = {PAPER_K}, $\\Delta t$ = {PAPER_TOLERANCE}, "no tolerance"\n'
-        f"here: {with_tolerance:,}, and {without_tolerance:,} for $\\Delta t$ = 0"
+        f"here: {with_tolerance:,} (arrow), and {without_tolerance:,} for $\\Delta t$ = 0"
     )
     axis.text(0.03, 0.04, text, transform=axis.transAxes, fontsize=8.5)
 

@@ -153,14 +153,17 @@ def test_memory_against_lists():
     assert slow.ties > 10 and slow.replaced > 10, "too dull for a test"
 
 
-def test_eco_rewards_are_those_of_the_lists(run):
+@pytest.mark.parametrize("whole_bias", [False, True])
+def test_eco_rewards_are_those_of_the_lists(run, whole_bias):
     """Seven rollouts: r + scale * (bias - similarity), with the RNet of that moment. The RNet counts as unreliable in
-    the fourth, so that the memory misses states and must be forgotten."""
+    the fourth, so that the memory misses states and must be forgotten. By the authors' rule what enters the memory, with
+    0.5 or less, earns the whole bias."""
 
     def doubt(shot):
         shot["args"].rnet_reliable_accuracy = float(shot["iteration"] == 3)
 
     flags = f"{FLAGS[ECO]} --memory-size 4 --bonus-bias 0.3 --memory-percentile 70 --stack-observations 2{steps(7)}"
+    flags += " --whole-bias" * whole_bias
     trace, slots = traced(run, flags, ECO, "rnet rnet_is_reliable", doubt)
     assert [shot.rnet_is_reliable for shot in trace] == [False, False, True, False, True, True, True]
     memory = SlowMemory(4, 4)
@@ -172,6 +175,8 @@ def test_eco_rewards_are_those_of_the_lists(run):
             continue
         with torch.no_grad():
             similarity = memory.similarities(before.rnet, shot.obs[1:], ~shot.valid, slots.pop(0), 70)
+        if whole_bias:
+            similarity[similarity <= 0.5] = 0
         np.testing.assert_allclose(added, 0.1 * (0.3 - similarity), atol=1e-6)
         assert shot.charts["eco/bonus"] == pytest.approx((0.3 - similarity)[shot.valid].mean(), rel=1e-5)
     assert slots == [] and memory.replaced > 10

@@ -270,6 +270,15 @@ def test_the_papers_own_settings(tree):
     assert weights == ["0.001", "0.001", "0.01"]  # ICM's is ours, of a divided bonus
 
 
+def test_ablations_are_the_papers(tree):
+    """Stacks of 0, 1 and 5 = k at the best settings of the other ablations; the true RNet on all four tasks."""
+    lines = tree("ablation-stack --dry-run --seeds 1").stdout.splitlines()
+    assert len(lines) == 12 and all("--k 5 --tolerance 25 --num-tolerance-samples 1 " in line for line in lines)
+    assert [re.search(r"--stack-observations (\d)", line)[1] for line in lines[:3]] == ["0", "1", "5"]
+    worlds = re.findall(r"--env-id (\S+)", tree("gt-rnet --dry-run --seeds 1 --only gt-sprl").stdout)
+    assert len(set(worlds)) == 4
+
+
 def test_a_condition_is_in_the_name_of_the_task(tree):
     """As in the names that export gives: then one panel compares the methods under one condition."""
     sys.path.append(str(ROOT / "analysis"))

@@ -409,6 +409,22 @@ def test_split_layer_is_the_concatenated_one(fetch):
     assert expected.std() > 0.01
 
 
+def test_input_is_standardized_and_begins_with_a_difference(fetch):
+    """States in other units are judged alike once the statistics know them; equal states leave the bias alone."""
+    torch.manual_seed(0)
+    states, scale = torch.randn(512, 16), torch.logspace(-1, 2, 16)
+    rnet = fetch.make_rnet(fake_robots(), fetch.Args()).train()
+    for _ in range(100):
+        rnet.embed(scale * states + 3)
+    early, late = rnet.eval().embed(scale * states + 3).unbind(1)
+    torch.testing.assert_close(early + late, rnet.early.bias.expand(512, -1), rtol=0, atol=1e-4)
+    plain = fetch.make_rnet(fake_robots(), fetch.Args()).train()
+    plain.early.load_state_dict(rnet.early.state_dict())
+    for _ in range(100):
+        plain.embed(states)
+    torch.testing.assert_close(plain.eval().embed(states)[:, 0], early, rtol=1e-2, atol=1e-2)
+
+
 def test_both_kinds_of_pairs_are_normalized_as_one_batch(fetch):
     """Mean and variance over positives and negatives together; apart, another loss would come out."""
     rnet, (anchors, positives, negatives) = trained_rnet(fetch).train(), torch.randn(3, 8, 16)

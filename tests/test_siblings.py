@@ -111,6 +111,20 @@ def test_every_script_is_documented(name):
     assert [field for field, (_, text) in args_fields(SOURCES[name]).items() if not text] == []
 
 
+def test_labels_are_true():
+    """What the audit found of the authors' code, where a script names it."""
+    labels = {"rnet_start": "30K", "rnet_triplets": "15K", "label_smoothing": "0.1", "rnet_batch_size": "64"}
+    for source in SOURCES.values():
+        fields = args_fields(source)
+        for name, value in labels.items():
+            assert name not in fields or f"(authors' code: {value})" in fields[name][1], name
+        for name, (_, text) in fields.items():
+            assert name != "rnet_reliable_accuracy" or "authors" not in text
+    texts = {name: args_fields(source) for name, source in SOURCES.items()}
+    assert "authors' code: 32" in texts["ppo_sprl_dmlab.py"]["rnet_width"][1]
+    assert "authors' code: 2e-4" in texts["ppo_sprl_dmlab.py"]["rnet_weight_decay"][1]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_runs_help(name, run, capsys):
     with pytest.raises(SystemExit) as exit_:
