@@ -156,8 +156,8 @@ def test_memory_against_lists():
 @pytest.mark.parametrize("whole_bias", [False, True])
 def test_eco_rewards_are_those_of_the_lists(run, whole_bias):
     """Seven rollouts: r + scale * (bias - similarity), with the RNet of that moment. The RNet counts as unreliable in
-    the fourth, so that the memory misses states and must be forgotten. By the authors' rule what enters the memory, with
-    0.5 or less, earns the whole bias."""
+    the fourth, so that the memory misses states and must be forgotten. By the authors' rule a state that enters the
+    memory, with 0.5 or less, earns the whole bias."""
 
     def doubt(shot):
         shot["args"].rnet_reliable_accuracy = float(shot["iteration"] == 3)
