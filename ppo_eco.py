@@ -494,11 +494,11 @@ def plot_curve(history, title, path):
     figure = Figure(figsize=(4 * len(names), 3.2), layout="constrained")
     figure.suptitle(title)
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
-        steps, values = np.array([(row["step"] / 1000, row[name]) for row in history if name in row]).T
-        width = min(10, 1 + len(values) // 5)
-        axis.plot(steps, values, ".", alpha=0.3)
-        axis.plot(steps[width - 1 :], np.convolve(values, np.ones(width) / width, "valid"))
-        axis.set(title=name.split("/")[1].replace("_", " "), xlabel="thousand steps", ylim=(min(0, values.min()), None))
+        points = np.array([(row["step"] / 1000, row[name]) for row in history if name in row]).T
+        means = [points[:, max(0, i - 9) : i + 1].mean(1) for i in range(points.shape[1])]
+        axis.plot(*points, ".", alpha=0.3)
+        axis.plot(*np.transpose(means))
+        axis.set(title=name.split("/")[1].replace("_", " "), xlabel="thousand steps", ylim=(min(0, *points[1]), None))
     figure.savefig(path)
 
 
