@@ -261,14 +261,13 @@ def table_rows(episodes, costs):
     return rows
 
 
-def choose_judge(run, judges, source, sprl, k):
+def choose_judge(run, judges, source, k):
     """Whom to ask for the cost, its name, and how to number the states if it is the oracle."""
     is_other, domain = judges is not run, find_domain(run)
     if "rnet" in judges.checkpoint:
         name = f"{'another' if is_other else 'the'} checkpoint's RNet"
-        accuracies = judges.checkpoint.get("rnet_accuracies", [1.0])
-        least = getattr(judges.args, "rnet_reliable_accuracy", sprl.Args.rnet_reliable_accuracy)
-        if not np.mean(accuracies) > least:
+        history, least = judges.checkpoint.get("history", []), judges.args.rnet_reliable_accuracy
+        if not any(row.get("rnet/heldout_accuracy", 0) > least for row in history):
             name += ", which its training did not trust yet"
         return load_rnet(judges, source, run.envs), name, None
     if is_other or domain != "MiniGrid":
@@ -291,7 +290,7 @@ def main(args):
     names = ("k", "tolerance", "num_tolerance_samples", "cost_percentile")
     k, tolerance, num_samples, percentile = (getattr(judges.args, name, getattr(sprl.Args, name)) for name in names)
     gaps = k + tolerance * np.arange(1, num_samples + 1)
-    judge, judge_name, observe = choose_judge(run, judges, args.judge or args.checkpoint, sprl, k)
+    judge, judge_name, observe = choose_judge(run, judges, args.judge or args.checkpoint, k)
     judge_name += f", k = {k}, Dt = {tolerance}, N = {num_samples}, percentile {percentile:g}"
     out = args.out or os.path.dirname(args.checkpoint) or "."
     with written_whole(out, "trajectories.csv", "trajectories.png") as (table, picture):

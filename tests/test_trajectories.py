@@ -30,7 +30,7 @@ def checkpoint_of(script, path, name=trajectories.SPRL.name, with_rnet=True, **s
     content = {"script": name, "args": vars(args) | {"seed": 1}, "agent": script.make_agent(envs, args).state_dict()}
     content["global_step"] = 256
     if with_rnet:
-        content |= {"rnet": script.make_rnet(envs, args).state_dict(), "rnet_accuracies": [0.5] * 20}
+        content |= {"rnet": script.make_rnet(envs, args).state_dict(), "history": [{"rnet/heldout_accuracy": 0.5}]}
     torch.save(content, path)
     return str(path)
 
@@ -234,6 +234,7 @@ def test_baselines(name, said, tmp_path, capsys, monkeypatch):
     args = other.Args(num_envs=2, max_episode_steps=30)
     envs = other.make_envs(args)
     content = {"script": name, "args": vars(args), "agent": other.make_agent(envs, args).state_dict()}
+    content["history"] = [{"rnet/heldout_accuracy": 0.8}]
     content |= {"rnet": other.make_rnet(envs, args).state_dict()} if name == "ppo_eco.py" else {}
     torch.save(content, tmp_path / "agent.pt")
     monkeypatch.setattr(trajectories, "draw", lambda *arguments: Path(arguments[-1]).write_bytes(b"0" * 40_000))
