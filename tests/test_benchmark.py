@@ -260,7 +260,7 @@ def test_only_and_seeds(tree):
 
 
 def test_the_papers_own_settings(tree):
-    """METHOD's table, for whoever wants to see what becomes of it."""
+    """The paper's table, for whoever wants to see what becomes of it."""
     (line,) = tree("minigrid-paper --dry-run --seeds 1 --only sprl,FourRooms-7x7").stdout.splitlines()
     args = tyro.cli(load("ppo_sprl_minigrid.py").Args, args=shlex.split(line)[2:])
     assert (args.cost_scale, args.learning_rate, args.num_tolerance_samples, args.encoding) == (0.002, 0.01, 60, "raw")

@@ -31,7 +31,7 @@ ON_ATARI = dict(learning_rate=5e-4, ent_coef=0.01, max_episode_steps=10_000, sta
 ON_FETCH = dict(learning_rate=5e-4, max_episode_steps=50, action_noise=0.003, n_substeps=20)
 ON_DMLAB = dict(learning_rate=2.5e-4, stack_observations=0, total_timesteps=20_000_000)
 RARELY = dict(ring_size=30_000, heldout_pairs=7_500, rnet_intervals=(6_000, 150_000, 150_000))
-# METHOD.md's tables, written down again
+# the paper's tables, written down again
 TABLE = {
     (ECO, FOUR_ROOMS): MEMORY | ON_MINIGRID | dict(
         k=3, bonus_scale=0.001, ring_size=60_000, heldout_pairs=15_000, rnet_intervals=(6_000, 12_000, 36_000),
@@ -141,7 +141,7 @@ def layers(network, kind):
 
 @pytest.mark.parametrize("env_id", [REACH, MONTEZUMA, MANY])
 def test_networks_follow_the_domain(env_id):
-    """Policy, ICM's features and ECO's RNet: inputs, outputs and depths as METHOD.md has them."""
+    """Policy, ICM's features and ECO's RNet: inputs, outputs and depths as the paper has them."""
     flags = f"--env-id {env_id} --num-envs 2" + " --engine labmaze" * (env_id == MANY)
     args, module = parse(ICM, flags), load(ICM)
     domain = module.load_domain(env_id)[2]
