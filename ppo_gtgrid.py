@@ -43,6 +43,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -260,7 +261,7 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(out_features, 1), std=1)
 
     def get_action_and_value(self, obs, action=None):
-        hidden = self.network(obs)
+        hidden = self.network(obs).float()  # the heads are fp32 in every precision
         probs = Categorical(logits=self.actor(hidden), validate_args=False)  # validating would wait for the device
         action = probs.sample() if action is None else action
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
@@ -355,11 +356,16 @@ if __name__ == "__main__":
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if args.precision == "auto":
+        fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        args.precision = "bf16" if fast else "fp32"
+    bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
 
     envs = make_envs(args)
     if domain_name == "dmlab":
         method = f"{method}-{args.engine}"  # the engines' scores are not comparable
     agent = make_agent(envs, args).to(device)
+    agent.network.forward = bf16(agent.network.forward)  # in rollout and update, or the ratio would be noise
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     if checkpoint:
@@ -390,11 +396,10 @@ if __name__ == "__main__":
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
-    actions = torch.from_numpy(np.zeros((args.num_steps, args.num_envs, *action_space.shape), action_space.dtype))
-    actions = actions.to(device)
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
+    actions = torch.from_numpy(np.zeros((*rewards.shape, *action_space.shape), action_space.dtype)).to(device)
     terminations, truncations, valid = np.zeros((3, args.num_steps, args.num_envs), bool)  # valid: not a reset's row
     positions = np.zeros((args.num_steps, args.num_envs, 2), np.int64)  # of the states that the steps led to
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
@@ -413,7 +418,7 @@ if __name__ == "__main__":
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
-        print(f"{method} on {args.env_id} ({device}) from step {global_step:,}, writing to {run_dir}", flush=True)
+        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", flush=True)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
         for iteration in range(global_step // batch_size + 1, num_iterations + 1):
             frac = 1.0 - (iteration - 1.0) / num_iterations

@@ -45,6 +45,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -270,7 +271,7 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(out_features, 1), std=1)
 
     def get_action_and_value(self, obs, action=None):
-        hidden = self.network(obs)
+        hidden = self.network(obs).float()  # the heads are fp32 in every precision
         probs = Categorical(logits=self.actor(hidden), validate_args=False)  # validating would wait for the device
         action = probs.sample() if action is None else action
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
@@ -390,14 +391,20 @@ if __name__ == "__main__":
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if args.precision == "auto":
+        fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        args.precision = "bf16" if fast else "fp32"
+    bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
 
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
+    agent.network.forward = bf16(agent.network.forward)  # in rollout and update, or the ratio would be noise
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     icm = scaler = None
     if args.bonus_scale:
         icm = learned["icm"] = ICM(envs, args).to(device)
+        icm.embed.forward = bf16(icm.embed.forward)
         optimizer.add_param_group({"params": icm.parameters()})  # of a constant learning rate
     if domain_name == "fetch":
         scaler = learned["scaler"] = domain.ReturnScaler(args.num_envs).to(device)
@@ -431,11 +438,10 @@ if __name__ == "__main__":
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
-    actions = torch.from_numpy(np.zeros((args.num_steps, args.num_envs, *action_space.shape), action_space.dtype))
-    actions = actions.to(device)
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
+    actions = torch.from_numpy(np.zeros((*rewards.shape, *action_space.shape), action_space.dtype)).to(device)
     terminations, truncations, valid = np.zeros((3, args.num_steps, args.num_envs), bool)  # valid: not a reset's row
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
     recent_returns = deque(maxlen=100)  # of the last episodes
@@ -445,13 +451,12 @@ if __name__ == "__main__":
         progress |= {"global_step": global_step, "history": history}
         save_checkpoint(progress | {name: part.state_dict() for name, part in learned.items()}, f"{run_dir}/agent.pt")
 
-    next_obs, info = envs.reset(seed=seed)
     next_done = np.zeros(args.num_envs, bool)
-    obs[-1] = torch.from_numpy(next_obs)  # a rollout begins where the last one ended
+    obs[-1] = torch.from_numpy(envs.reset(seed=seed)[0])  # a rollout begins where the last one ended
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
-        print(f"{method} on {args.env_id} ({device}) from step {global_step:,}, writing to {run_dir}", flush=True)
+        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", flush=True)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
         for iteration in range(global_step // batch_size + 1, num_iterations + 1):
             frac = 1.0 - (iteration - 1.0) / num_iterations
@@ -476,7 +481,7 @@ if __name__ == "__main__":
             # INTRINSIC REWARD ########################################################################################
             total_rewards = torch.from_numpy(rewards.clip(-1, 1) if args.clip_rewards else rewards).to(device)
             if icm:
-                phi = embed_all(icm, obs)  # (T + 1, N, dim)
+                phi = embed_all(icm, obs).float()  # (T + 1, N, dim)
                 with torch.inference_mode():
                     error = icm.forward_error(phi[:-1], phi[1:], actions) * torch.from_numpy(valid).to(device)
                 mean_error = error.sum() / valid.sum()
@@ -529,7 +534,7 @@ if __name__ == "__main__":
                     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
                     if icm:
                         mb_obs = torch.cat([b_obs[mb_inds], obs[1:].flatten(0, 1)[mb_inds]])  # and the next ones
-                        phi, next_phi = icm.embed(mb_obs).chunk(2)
+                        phi, next_phi = icm.embed(mb_obs).float().chunk(2)
                         forward_loss = icm.forward_error(phi.detach(), next_phi.detach(), b_actions[mb_inds]).mean()
                         inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
                         weight = args.forward_loss_weight

@@ -51,6 +51,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -637,7 +638,7 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(out_features, 1), std=1)
 
     def get_action_and_value(self, obs, action=None):
-        hidden = self.network(obs)
+        hidden = self.network(obs).float()  # the heads are fp32 in every precision
         probs = Categorical(logits=self.actor(hidden), validate_args=False)  # validating would wait for the device
         action = probs.sample() if action is None else action
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
@@ -729,14 +730,14 @@ def embed_all(rnet, obs, chunk=1024):
 def compare_all(rnet, embeddings, early, late, chunk=16_384):
     """Logits of pairs of embeddings (T, N, 2, ...), given by their numbers t * N + n, by chunks of bounded memory."""
     flat, pairs = embeddings.flatten(0, 1), zip(early.split(chunk), late.split(chunk))
-    return torch.cat([rnet.compare(flat[i, 0], flat[j, 1]) for i, j in pairs])
+    return torch.cat([rnet.compare(flat[i, 0], flat[j, 1]) for i, j in pairs]).float()
 
 
 def rnet_loss(rnet, anchors, positives, negatives, label_smoothing):
     """Eq. 20, -log R(anc, +) - log(1 - R(anc, -)), with smoothed labels; and the accuracy."""
     embeddings = rnet.embed(torch.cat([anchors, positives, negatives]))
     early, late = embeddings[: len(anchors), 0], embeddings[len(anchors) :, 1]
-    logits = rnet.compare(torch.cat([early, early]), late)  # one batch: normalized apart, both kinds would look alike
+    logits = rnet.compare(torch.cat([early, early]), late).float()  # one batch: BatchNorm must see both kinds
     is_positive = torch.arange(len(logits), device=logits.device) < len(anchors)
     labels = torch.where(is_positive, 1 - label_smoothing / 2, label_smoothing / 2)
     accuracy = ((logits > 0) == is_positive).float().mean()
@@ -810,9 +811,7 @@ def ksp_cost(rnet, embeddings, segment_steps, gaps, percentile):
     early, late, slots = torch.from_numpy(np.stack([late - gaps[samples] * num_envs, late, slots])).to(device)
     scores = torch.zeros(num_steps * num_envs * len(gaps), device=device)
     scores[slots] = compare_all(rnet, embeddings, early, late).sigmoid()
-    position = percentile / 100 * (len(gaps) - 1)  # numpy's percentile, from the few largest values
-    top = scores.view(num_steps, num_envs, len(gaps)).topk(len(gaps) - int(position)).values
-    return (torch.lerp(top[..., -1], top[..., -2:][..., 0], position % 1) > 0.5).float()
+    return (scores.view(num_steps, num_envs, len(gaps)).quantile(percentile / 100, -1) > 0.5).float()
 
 
 # CHECKPOINTS #########################################################################################################
@@ -870,12 +869,18 @@ if __name__ == "__main__":
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if args.precision == "auto":
+        fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
+        args.precision = "bf16" if fast else "fp32"
+    bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
 
     envs = make_envs(args)
     if checkpoint and args.engine != old_args.engine:
         fail(f"--engine {args.engine} with --resume {args.resume}, accepted: {old_args.engine}, its own")
     method = f"{method}-{args.engine}"  # in all that is printed and drawn: the engines' scores are not comparable
     agent = make_agent(envs, args).to(device)
+    agent.network.forward = bf16(agent.network.forward)  # in rollout and update, or the ratio would be noise
+    rnet_loss, embed_all, compare_all = bf16(rnet_loss), bf16(embed_all), bf16(compare_all)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     rnet = ring = None
@@ -914,11 +919,10 @@ if __name__ == "__main__":
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
-    actions = torch.from_numpy(np.zeros((args.num_steps, args.num_envs, *action_space.shape), action_space.dtype))
-    actions = actions.to(device)
     logprobs = torch.zeros((args.num_steps, args.num_envs), device=device)
     values = torch.zeros((args.num_steps + 1, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
+    actions = torch.from_numpy(np.zeros((*rewards.shape, *action_space.shape), action_space.dtype)).to(device)
     terminations, truncations, valid = np.zeros((3, args.num_steps, args.num_envs), bool)  # valid: not a reset's row
     segment_steps = np.zeros((args.num_steps + 1, args.num_envs), np.int64)  # since an episode's start or last reward
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
@@ -929,9 +933,8 @@ if __name__ == "__main__":
         progress |= {"global_step": global_step, "history": history}
         save_checkpoint(progress | {name: part.state_dict() for name, part in learned.items()}, f"{run_dir}/agent.pt")
 
-    next_obs, info = envs.reset(seed=seed)
     next_done = np.zeros(args.num_envs, bool)
-    obs[-1] = torch.from_numpy(next_obs)  # a rollout begins where the last one ended
+    obs[-1] = torch.from_numpy(envs.reset(seed=seed)[0])  # a rollout begins where the last one ended
     if rnet:  # it sees the newest frame alone, so the ring holds no stacks
         ring = Ring(max(args.ring_size // args.num_envs, args.num_steps, window + 1), obs[:, :, -1:])
         ring.add(obs[-1:, :, -1:], segment_steps[-1:])
@@ -939,7 +942,7 @@ if __name__ == "__main__":
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
-        print(f"{method} on {args.env_id} ({device}) from step {global_step:,}, writing to {run_dir}", flush=True)
+        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", flush=True)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
         for iteration in range(global_step // batch_size + 1, num_iterations + 1):
             frac = 1.0 - (iteration - 1.0) / num_iterations
@@ -1028,11 +1031,9 @@ if __name__ == "__main__":
             if ring:
                 ring.add(obs[1:, :, -1:], segment_steps[1:])
             if ring and global_step >= next_rnet_step:
-                pairs = sample_heldout(
-                    segment_steps[1:], args.k, args.tolerance, args.negative_bias, args.heldout_pairs
-                )
-                if pairs.shape[1]:  # of the newest rollout, which the RNet has not trained on yet (Appendix B)
-                    early, late = torch.from_numpy(pairs).to(device)
+                held = sample_heldout(segment_steps[1:], args.k, args.tolerance, args.negative_bias, args.heldout_pairs)
+                if held.shape[1]:  # of the newest rollout, which the RNet has not trained on yet (Appendix B)
+                    early, late = torch.from_numpy(held).to(device)
                     near, far = compare_all(rnet, embeddings[-args.num_steps :], early, late).chunk(2)
                     charts["rnet/heldout_accuracy"] = torch.cat([near > 0, far <= 0]).float().mean()
 
