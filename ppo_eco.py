@@ -285,12 +285,14 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
 class Agent(nn.Module):
     def __init__(self, network, out_features, num_actions):
         super().__init__()
-        self.network = network
+        self.network, self.precision = network, contextlib.nullcontext()  # the heads are fp32 in every precision
         self.actor = layer_init(nn.Linear(out_features, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(out_features, 1), std=1)
 
     def get_action_and_value(self, obs, action=None):
-        hidden = self.network(obs).float()  # the heads are fp32 in every precision
+        with self.precision:  # the same in rollout and update, or their ratio would be noise
+            hidden = self.network(obs)
+        hidden = hidden.float()
         probs = Categorical(logits=self.actor(hidden), validate_args=False)  # validating would wait for the device
         action = probs.sample() if action is None else action
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
@@ -348,8 +350,8 @@ def embed_all(rnet, obs, chunk=1024):
 
 
 @torch.inference_mode()
-def compare_all(rnet, embeddings, early, late, chunk=16_384):
-    """Logits of pairs of embeddings (T, N, 2, ...), given by their numbers t * N + n, by chunks of bounded memory."""
+def compare_all(rnet, embeddings, early, late, chunk=2_048):
+    """Logits of pairs of embeddings (T, N, 2, ...), given as numbers t * N + n, by chunks that stay in the cache."""
     flat, pairs = embeddings.flatten(0, 1), zip(early.split(chunk), late.split(chunk))
     return torch.cat([rnet.compare(flat[i, 0], flat[j, 1]) for i, j in pairs]).float()
 
@@ -525,11 +527,10 @@ if __name__ == "__main__":
     if args.precision == "auto":
         fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         args.precision = "bf16" if fast else "fp32"
-    bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
 
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
-    agent.network.forward = bf16(agent.network.forward)  # in rollout and update, or the ratio would be noise
+    agent.precision = bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
     embed_all, compare_all = bf16(embed_all), bf16(compare_all)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
@@ -646,8 +647,7 @@ if __name__ == "__main__":
             # UPDATE POLICY ###########################################################################################
             b_obs, b_actions, b_logprobs = obs[:-1].flatten(0, 1), actions.flatten(0, 1), logprobs.flatten()
             b_advantages, b_returns, b_values = advantages.flatten(), returns.flatten(), values[:-1].flatten()
-            b_inds = np.flatnonzero(valid)  # no row that autoreset inserted
-            clipfracs = []
+            b_inds, clipfracs = np.flatnonzero(valid), []  # no row that autoreset inserted
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
                 for mb_inds in np.array_split(b_inds, args.num_minibatches):
@@ -732,8 +732,8 @@ if __name__ == "__main__":
                 if not np.isfinite(value):  # then the networks may be ruined: they must not be saved
                     sys.exit(f"error: {name} is {value} at step {global_step}, nothing of this iteration is saved")
             history.append({"step": global_step, **charts})
-            latest = {name: row[name] for row in history[-10:] for name in SHOWN if name in row}
-            bar.set_postfix({name.split("/")[1]: f"{value:.2f}" for name, value in latest.items()}, refresh=False)
+            latest = {name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row}
+            bar.set_postfix({name: f"{value:.2f}" for name, value in latest.items()}, refresh=False)
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################

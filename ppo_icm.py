@@ -266,12 +266,14 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
 class Agent(nn.Module):
     def __init__(self, network, out_features, num_actions):
         super().__init__()
-        self.network = network
+        self.network, self.precision = network, contextlib.nullcontext()  # the heads are fp32 in every precision
         self.actor = layer_init(nn.Linear(out_features, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(out_features, 1), std=1)
 
     def get_action_and_value(self, obs, action=None):
-        hidden = self.network(obs).float()  # the heads are fp32 in every precision
+        with self.precision:  # the same in rollout and update, or their ratio would be noise
+            hidden = self.network(obs)
+        hidden = hidden.float()
         probs = Categorical(logits=self.actor(hidden), validate_args=False)  # validating would wait for the device
         action = probs.sample() if action is None else action
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
@@ -394,17 +396,16 @@ if __name__ == "__main__":
     if args.precision == "auto":
         fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         args.precision = "bf16" if fast else "fp32"
-    bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
 
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
-    agent.network.forward = bf16(agent.network.forward)  # in rollout and update, or the ratio would be noise
+    agent.precision = bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     icm = scaler = None
     if args.bonus_scale:
         icm = learned["icm"] = ICM(envs, args).to(device)
-        icm.embed.forward = bf16(icm.embed.forward)
+        embed_all = bf16(embed_all)
         optimizer.add_param_group({"params": icm.parameters()})  # of a constant learning rate
     if domain_name == "fetch":
         scaler = learned["scaler"] = domain.ReturnScaler(args.num_envs).to(device)
@@ -501,8 +502,7 @@ if __name__ == "__main__":
             # UPDATE POLICY ###########################################################################################
             b_obs, b_actions, b_logprobs = obs[:-1].flatten(0, 1), actions.flatten(0, 1), logprobs.flatten()
             b_advantages, b_returns, b_values = advantages.flatten(), returns.flatten(), values[:-1].flatten()
-            b_inds = np.flatnonzero(valid)  # no row that autoreset inserted
-            clipfracs = []
+            b_inds, clipfracs = np.flatnonzero(valid), []  # no row that autoreset inserted
             for _ in range(args.update_epochs):
                 np.random.shuffle(b_inds)
                 for mb_inds in np.array_split(b_inds, args.num_minibatches):
@@ -534,7 +534,9 @@ if __name__ == "__main__":
                     loss = pg_loss - args.ent_coef * entropy_loss + v_loss * args.vf_coef
                     if icm:
                         mb_obs = torch.cat([b_obs[mb_inds], obs[1:].flatten(0, 1)[mb_inds]])  # and the next ones
-                        phi, next_phi = icm.embed(mb_obs).float().chunk(2)
+                        with bf16:
+                            phi, next_phi = icm.embed(mb_obs).chunk(2)
+                        phi, next_phi = phi.float(), next_phi.float()
                         forward_loss = icm.forward_error(phi.detach(), next_phi.detach(), b_actions[mb_inds]).mean()
                         inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
                         weight = args.forward_loss_weight
@@ -562,8 +564,8 @@ if __name__ == "__main__":
                 if not np.isfinite(value):  # then the networks may be ruined: they must not be saved
                     sys.exit(f"error: {name} is {value} at step {global_step}, nothing of this iteration is saved")
             history.append({"step": global_step, **charts})
-            latest = {name: row[name] for row in history[-10:] for name in SHOWN if name in row}
-            bar.set_postfix({name.split("/")[1]: f"{value:.2f}" for name, value in latest.items()}, refresh=False)
+            latest = {name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row}
+            bar.set_postfix({name: f"{value:.2f}" for name, value in latest.items()}, refresh=False)
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################

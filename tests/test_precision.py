@@ -19,12 +19,12 @@ def test_a_new_policy_has_ratio_1(script):
     torch.manual_seed(1)
     agent = script.make_agent(fake_envs(), script.Args())
     agent.actor.weight.data *= 100  # as decided as a trained one
-    obs, full = random_frames(64, 4, 1), agent.network.forward
-    agent.network.forward = bf16(full)
+    obs, full = random_frames(64, 4, 1), agent.precision
+    agent.precision = torch.autocast("cpu", torch.bfloat16)
     with torch.no_grad():
         actions, rollout, *_, values = (torch.cat(p) for p in zip(*(agent.get_action_and_value(part) for part in obs)))
         _, update, _, newvalue = agent.get_action_and_value(obs.flatten(0, 1), actions)
-        agent.network.forward = full
+        agent.precision = full
         fp32 = agent.get_action_and_value(obs.flatten(0, 1), actions)[1]
     assert {rollout.dtype, values.dtype, newvalue.dtype} == {torch.float32}
     assert (update - rollout).abs().mean() < 0.1 * (update - fp32).abs().mean()
