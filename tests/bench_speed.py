@@ -40,6 +40,7 @@ METHODS = {
     "gt-grid": "ppo_gtgrid.py",
     "cleanrl": "cleanrl",
 }
+METHODS |= {f"{name}-bf16": f"{METHODS[name]} --precision bf16" for name in ("ppo", "sprl", "eco", "icm")}
 DOMAINS = {  # the world, and a command line per method
     "minigrid": ("MiniGrid-FourRooms-7x7-v0", METHODS),
     "dmlab": (
@@ -58,7 +59,12 @@ DOMAINS = {  # the world, and a command line per method
     ),
     "fetch": (
         "FetchReach-v4",
-        {"ppo": "ppo_sprl_fetch.py --cost-scale 0", "sprl": f"ppo_sprl_fetch.py {READY}"},
+        {
+            "ppo": "ppo_sprl_fetch.py --cost-scale 0",
+            "sprl": f"ppo_sprl_fetch.py {READY}",
+            "ppo-bf16": "ppo_sprl_fetch.py --cost-scale 0 --precision bf16",
+            "sprl-bf16": f"ppo_sprl_fetch.py {READY} --precision bf16",
+        },
     ),
 }
 PARTS = ("environment", "policy forward", "intrinsic reward", "advantage", "policy update", "rnet update", "rest")
@@ -70,7 +76,8 @@ class Args:
     domain: Literal["minigrid", "dmlab", "atari", "fetch"] = "minigrid"
     """where; dmlab is its stand-in"""
     methods: tuple[str, ...] = ()
-    """ppo, sprl; on minigrid also gt-sprl, eco, icm, gt-grid and cleanrl, the reference arrangement (default: all)"""
+    """ppo, sprl; on minigrid also gt-sprl, eco, icm, gt-grid and cleanrl, the reference arrangement; on minigrid and
+    fetch ppo-bf16, sprl-bf16 (default: all)"""
     env_id: str | None = None
     """the world (default: FourRooms-7x7, explore_goal_locations_small, MontezumaRevenge-v5, FetchReach-v4)"""
     iterations: int = 8
