@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -231,29 +230,40 @@ def make_envs(args):
 
 
 # AGENT ###############################################################################################################
-class GridCNN(nn.Module):
-    """The paper's MiniGrid trunk: three 2x2 SAME convolutions of 16, 8, 8 channels with CReLU after each."""
+class CellCodes(nn.Module):
+    """The newest num_frames images (B, W, H, channels): their cells' one-hot codes, or the paper's plain numbers."""
 
-    def __init__(self, obs_shape, encoding, num_frames):
+    def __init__(self, encoding, num_frames):
         super().__init__()
-        _, width, height, _ = obs_shape
-        self.num_frames = num_frames  # how many of the newest frames it sees
         self.encoding, codes = encoding, (11, 6, 4)  # object types, colours, states (a door's 3, the agent's 4)
+        self.num_frames, self.num_channels = num_frames, num_frames * (sum(codes) if encoding == "onehot" else 3)
         self.register_buffer("channel", torch.repeat_interleave(torch.arange(3), torch.tensor(codes)), persistent=False)
         self.register_buffer("code", torch.cat([torch.arange(n, dtype=torch.uint8) for n in codes]), persistent=False)
-        in_channels = num_frames * (sum(codes) if encoding == "onehot" else 3)
-        channels = ((in_channels, 16), (32, 8), (16, 8))
-        self.convs = nn.ModuleList(layer_init(nn.Conv2d(*pair, 2, padding=1)) for pair in channels)
-        self.out_features = 16 * width * height
-        self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):  # (B, frames, W, H, 3) uint8
         x = obs[:, -self.num_frames :].movedim(1, 3)  # (B, W, H, frames, 3)
         x = (x.index_select(-1, self.channel) == self.code).float() if self.encoding == "onehot" else x / 10
-        x = x.flatten(3).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
+        return x.flatten(3)
+
+
+class GridCNN(nn.Module):
+    """The paper's MiniGrid trunk: three 2x2 SAME convolutions of 16, 8, 8 channels with CReLU after each."""
+
+    def __init__(self, obs_shape, encoding):
+        super().__init__()
+        num_frames, width, height, _ = obs_shape
+        self.codes = CellCodes(encoding, num_frames)
+        channels = ((self.codes.num_channels, 16), (32, 8), (16, 8))
+        self.convs = nn.ModuleList(layer_init(nn.Conv2d(*pair, 2)) for pair in channels)
+        self.out_features = 16 * width * height
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs):  # (B, frames, W, H, 3) uint8
+        x = self.codes(obs).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
         for conv in self.convs:
-            x = conv(x)[:, :, 1:, 1:]  # padded on all sides; SAME pads an even kernel at the end only
-            x = torch.cat([x, -x], 1).relu_()  # CReLU
+            x = F.pad(x, (0, 1, 0, 1))  # SAME pads an even kernel at the end only
+            weight, bias = torch.cat([conv.weight, -conv.weight]), torch.cat([conv.bias, -conv.bias])
+            x = F.conv2d(x, weight, bias).relu_()  # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
@@ -280,7 +290,7 @@ class Agent(nn.Module):
 
 
 def make_agent(envs, args):
-    trunk = GridCNN(envs.single_observation_space.shape, args.encoding, 1 + args.stack_observations)
+    trunk = GridCNN(envs.single_observation_space.shape, args.encoding)
     network = nn.Sequential(trunk, layer_init(nn.Linear(trunk.out_features, 512)), nn.ReLU())
     return Agent(network, 512, int(envs.single_action_space.n))
 
@@ -336,52 +346,50 @@ def embed_all(rnet, obs, chunk=1024):
 
 
 # CHECKPOINTS #########################################################################################################
-def save_checkpoint(checkpoint, path):
+def save_checkpoint(path, learned, **progress):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
-    try:
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
-        os.replace(f"{path}.tmp", path)
-    except (OSError, RuntimeError) as error:
-        sys.exit(f"error: {path} could not be saved, an older one stays: {error}")
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+    os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path):
-    """Reads a checkpoint without running any code in it, and its settings; only the command line starts W&B."""
+def load_checkpoint(path, learned):
+    """Fills what is learned, without running code of the file; returns settings, command, global_step and history."""
     try:
         if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
             raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        args = Args(**{**checkpoint["args"], "resume": path, "track": False})
-        return checkpoint, args, checkpoint["global_step"], checkpoint["history"]
+        for name, part in learned.items():
+            part.load_state_dict(checkpoint[name])
+        args = Args(**{**checkpoint["args"], "resume": path, "track": False})  # only a flag starts W&B
+        return args, checkpoint["command"], checkpoint["global_step"], checkpoint["history"]
     except Exception as error:
-        fail(f"--resume {path}, accepted: a whole agent.pt of {os.path.basename(__file__)} ({error!r:.100})")
+        fail(f"--resume {path}, accepted: a whole agent.pt of this script and these settings ({error!r:.200})")
 
 
-def plot_curve(history, title, path):
+def plot_curve(history, path):
     """Draws the charts that tell how a run went: their points, and the mean over ten of them."""
     names = [name for name in SHOWN if any(name in row for row in history)]
-    figure = Figure(figsize=(4 * len(names), 3.2), layout="constrained")
-    figure.suptitle(title)
+    figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
-        points = np.array([(row["step"] / 1000, row[name]) for row in history if name in row]).T
-        means = [points[:, max(0, i - 9) : i + 1].mean(1) for i in range(points.shape[1])]
-        axis.plot(*points, ".", alpha=0.3)
-        axis.plot(*np.transpose(means))
-        axis.set(title=name.split("/")[1].replace("_", " "), xlabel="thousand steps", ylim=(min(0, *points[1]), None))
+        points = np.array([(row["step"], row[name]) for row in history if name in row])
+        axis.plot(*points.T, ".", alpha=0.3)
+        axis.plot(*np.transpose([points[max(0, i - 9) : i + 1].mean(0) for i in range(len(points))]))
+        axis.set(title=name.split("/")[1].replace("_", " "), xlabel="steps", ylim=(min(0, *points[:, 1]), None))
     figure.savefig(path)
 
 
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
     sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-
-    script, checkpoint, global_step, history = os.path.basename(__file__), None, 0, []
+    script, global_step, history = os.path.basename(__file__), 0, []
+    command = shlex.join(["python", script, *sys.argv[1:]])
     env_id = re.findall(r"--env[-_]id[= ](\S+)", " ".join(sys.argv)) or [Args.env_id]
     args = parse_args(Args(**load_domain(env_id[-1])[1]))  # --help shows the domain's settings
     if args.resume is not None:
-        checkpoint, old_args, global_step, history = load_checkpoint(args.resume)
+        old_args, command, global_step, history = load_checkpoint(args.resume, {})
         args = parse_args(old_args)
     domain_name, _, domain = load_domain(args.env_id)
     make_envs, make_agent = domain.make_envs, domain.make_agent
@@ -411,31 +419,25 @@ if __name__ == "__main__":
         scaler = learned["scaler"] = domain.ReturnScaler(args.num_envs).to(device)
     if domain_name == "dmlab":
         method = f"{method}-{args.engine}"  # the engines' scores are not comparable
-    if checkpoint:
-        try:
-            for name, part in learned.items():
-                part.load_state_dict(checkpoint[name])
-        except (KeyError, RuntimeError, ValueError) as error:
-            fail(f"--resume {args.resume} does not fit these settings: {error!r:.200}")
+    if args.resume:
+        load_checkpoint(args.resume, learned)
 
     run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
-    run_dir = os.path.dirname(args.resume) or "." if checkpoint else f"runs/{run_name}"
+    run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{run_name}"
     try:
-        os.makedirs(run_dir, exist_ok=checkpoint is not None)
+        os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
         fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
-    config = asdict(args) | {"command": command, "commit": commit, "torch": str(torch.__version__)}
+    origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
 
-        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method}
-        wandb.init(project=args.wandb_project_name, config=config, resume="allow", sync_tensorboard=True, **names)
-    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
-    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in config.items()))
+        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method, "config": asdict(args)}
+        wandb.init(project=args.wandb_project_name, resume="allow", sync_tensorboard=True, save_code=True, **names)
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if args.resume else None)
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
@@ -445,19 +447,12 @@ if __name__ == "__main__":
     actions = torch.from_numpy(np.zeros((*rewards.shape, *action_space.shape), action_space.dtype)).to(device)
     terminations, truncations, valid = np.zeros((3, args.num_steps, args.num_envs), bool)  # valid: not a reset's row
     episode_returns, episode_lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, np.int64)
-    recent_returns = deque(maxlen=100)  # of the last episodes
-
-    def save():
-        progress = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
-        progress |= {"global_step": global_step, "history": history}
-        save_checkpoint(progress | {name: part.state_dict() for name, part in learned.items()}, f"{run_dir}/agent.pt")
-
     next_done = np.zeros(args.num_envs, bool)
     obs[-1] = torch.from_numpy(envs.reset(seed=seed)[0])  # a rollout begins where the last one ended
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
-        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", flush=True)
+        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", file=sys.stderr)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
         for iteration in range(global_step // batch_size + 1, num_iterations + 1):
             frac = 1.0 - (iteration - 1.0) / num_iterations
@@ -511,6 +506,7 @@ if __name__ == "__main__":
                     logratio = newlogprob - b_logprobs[mb_inds]
                     ratio = logratio.exp()
                     with torch.no_grad():
+                        old_approx_kl = (-logratio).mean()
                         approx_kl = ((ratio - 1) - logratio).mean()
                         clipfracs.append(((ratio - 1.0).abs() > clip_coef).float().mean())
 
@@ -548,13 +544,14 @@ if __name__ == "__main__":
                     optimizer.step()
             charts |= {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy_loss}
             charts |= {"losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean()}
+            unexplained = b_advantages[b_inds].var() / b_returns[b_inds].var().clamp(min=1e-8)
+            charts |= {"losses/old_approx_kl": old_approx_kl, "losses/explained_variance": 1 - unexplained}
             charts |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
             global_step += batch_size
 
             # LOG #####################################################################################################
             charts["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
             if finished_returns:
-                recent_returns.extend(finished_returns)
                 charts["charts/episodic_return"] = np.mean(finished_returns)
                 charts["charts/episodic_length"] = np.mean(finished_lengths)
                 charts["charts/success_rate"] = np.mean(np.array(finished_returns) > 0)
@@ -570,22 +567,20 @@ if __name__ == "__main__":
 
             # CHECKPOINT ##############################################################################################
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
-                save()
-    except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
-        failure = error if isinstance(error, OSError) else None
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr, flush=True)
+                save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
+        print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
+    except OSError as error:  # a closed terminal, a full disk: what can be saved is saved
+        failure = error
 
-    save()
+    sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
+    save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
     envs.close()
     writer.close()
-    outcome = "no episode has ended"
-    if recent_returns:
-        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes"
-        plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
-    with contextlib.suppress(OSError):  # `| head` may have closed stdout
-        os.write(1, f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
+    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    if returns:
+        plot_curve(history, f"{run_dir}/curve.png")
+    outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
+    print(f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
     if failure:
-        sys.exit(f"error: {failure}")
+        raise failure

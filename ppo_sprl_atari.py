@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -266,8 +265,9 @@ def embed_all(rnet, obs, chunk=1024):
 @torch.inference_mode()
 def compare_all(rnet, embeddings, early, late, chunk=2_048):
     """Logits of pairs of embeddings (T, N, 2, ...), given as numbers t * N + n, by chunks that stay in the cache."""
-    flat, pairs = embeddings.flatten(0, 1), zip(early.split(chunk), late.split(chunk))
-    return torch.cat([rnet.compare(flat[i, 0], flat[j, 1]) for i, j in pairs]).float()
+    as_early, as_late = embeddings.flatten(0, 1).unbind(1)
+    pairs = zip(early.split(chunk), late.split(chunk))
+    return torch.cat([rnet.compare(as_early.index_select(0, i), as_late.index_select(0, j)) for i, j in pairs]).float()
 
 
 def rnet_loss(rnet, anchors, positives, negatives, label_smoothing):
@@ -361,51 +361,49 @@ def ksp_cost(rnet, embeddings, segment_steps, gaps, percentile):
 
 
 # CHECKPOINTS #########################################################################################################
-def save_checkpoint(checkpoint, path):
+def save_checkpoint(path, learned, **progress):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
-    try:
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave the new name without its content
-        os.replace(f"{path}.tmp", path)
-    except (OSError, RuntimeError) as error:
-        sys.exit(f"error: {path} could not be saved, an older one stays: {error}")
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+    os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path):
-    """Reads a checkpoint without running any code in it, and its settings; only the command line starts W&B."""
+def load_checkpoint(path, learned):
+    """Fills what is learned, without running code of the file; returns settings, command, global_step and history."""
     try:
         if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
             raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        args = Args(**{**checkpoint["args"], "resume": path, "track": False})
-        return checkpoint, args, checkpoint["global_step"], checkpoint["history"]
+        for name, part in learned.items():
+            part.load_state_dict(checkpoint[name])
+        args = Args(**{**checkpoint["args"], "resume": path, "track": False})  # only a flag starts W&B
+        return args, checkpoint["command"], checkpoint["global_step"], checkpoint["history"]
     except Exception as error:
-        fail(f"--resume {path}, accepted: a whole agent.pt of {os.path.basename(__file__)} ({error!r:.100})")
+        fail(f"--resume {path}, accepted: a whole agent.pt of this script and these settings ({error!r:.200})")
 
 
-def plot_curve(history, title, path):
+def plot_curve(history, path):
     """Draws the charts that tell how a run went: their points, and the mean over ten of them."""
     names = [name for name in SHOWN if any(name in row for row in history)]
-    figure = Figure(figsize=(4 * len(names), 3.2), layout="constrained")
-    figure.suptitle(title)
+    figure = Figure(figsize=(4 * len(names), 3), layout="constrained")
     for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
-        points = np.array([(row["step"] / 1000, row[name]) for row in history if name in row]).T
-        means = [points[:, max(0, i - 9) : i + 1].mean(1) for i in range(points.shape[1])]
-        axis.plot(*points, ".", alpha=0.3)
-        axis.plot(*np.transpose(means))
-        axis.set(title=name.split("/")[1].replace("_", " "), xlabel="thousand steps", ylim=(min(0, *points[1]), None))
+        points = np.array([(row["step"], row[name]) for row in history if name in row])
+        axis.plot(*points.T, ".", alpha=0.3)
+        axis.plot(*np.transpose([points[max(0, i - 9) : i + 1].mean(0) for i in range(len(points))]))
+        axis.set(title=name.split("/")[1].replace("_", " "), xlabel="steps", ylim=(min(0, *points[:, 1]), None))
     figure.savefig(path)
 
 
 if __name__ == "__main__":
     # SETUP ###########################################################################################################
     sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-
-    script, checkpoint, global_step, history = os.path.basename(__file__), None, 0, []
+    script, global_step, history = os.path.basename(__file__), 0, []
+    command = shlex.join(["python", script, *sys.argv[1:]])
     args = parse_args(Args())
     if args.resume is not None:
-        checkpoint, old_args, global_step, history = load_checkpoint(args.resume)
+        old_args, command, global_step, history = load_checkpoint(args.resume, {})
         args = parse_args(old_args)
     method = "sprl" if args.cost_scale else "ppo"
     batch_size = args.num_envs * args.num_steps
@@ -433,31 +431,25 @@ if __name__ == "__main__":
     gaps = args.k + args.tolerance * np.arange(1, args.num_tolerance_samples + 1)  # a cost looks that many steps back
     window = int(gaps[-1])
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
-    if checkpoint:
-        try:
-            for name, part in learned.items():
-                part.load_state_dict(checkpoint[name])
-        except (KeyError, RuntimeError, ValueError) as error:
-            fail(f"--resume {args.resume} does not fit these settings: {error!r:.200}")
+    if args.resume:
+        load_checkpoint(args.resume, learned)
 
     run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
-    run_dir = os.path.dirname(args.resume) or "." if checkpoint else f"runs/{run_name}"
+    run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{run_name}"
     try:
-        os.makedirs(run_dir, exist_ok=checkpoint is not None)
+        os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
         fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    command = checkpoint["command"] if checkpoint else shlex.join(["python", script, *sys.argv[1:]])
-    config = asdict(args) | {"command": command, "commit": commit, "torch": str(torch.__version__)}
+    origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
 
-        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method}
-        wandb.init(project=args.wandb_project_name, config=config, resume="allow", sync_tensorboard=True, **names)
-    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if checkpoint else None)
-    writer.add_text("hyperparameters", "\n".join(f"    {name} = {value}" for name, value in config.items()))
+        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method, "config": asdict(args)}
+        wandb.init(project=args.wandb_project_name, resume="allow", sync_tensorboard=True, save_code=True, **names)
+    writer = SummaryWriter(run_dir, purge_step=global_step + 1 if args.resume else None)
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     obs = torch.from_numpy(np.zeros((args.num_steps + 1, args.num_envs, *obs_space.shape), obs_space.dtype)).to(device)
@@ -468,13 +460,6 @@ if __name__ == "__main__":
     terminations, truncations, valid = np.zeros((3, args.num_steps, args.num_envs), bool)  # valid: not a reset's row
     segment_steps = np.zeros((args.num_steps + 1, args.num_envs), np.int64)  # since an episode's start or last reward
     episode_returns, episode_steps = np.zeros(args.num_envs), np.zeros_like(segment_steps)
-    recent_returns = deque(maxlen=100)  # of the last episodes
-
-    def save():
-        progress = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
-        progress |= {"global_step": global_step, "history": history}
-        save_checkpoint(progress | {name: part.state_dict() for name, part in learned.items()}, f"{run_dir}/agent.pt")
-
     next_done = np.zeros(args.num_envs, bool)
     obs[-1] = torch.from_numpy(envs.reset(seed=seed)[0])  # a rollout begins where the last one ended
     if method == "sprl":
@@ -485,7 +470,7 @@ if __name__ == "__main__":
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
-        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", flush=True)
+        print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", file=sys.stderr)
         bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
         for iteration in range(global_step // batch_size + 1, num_iterations + 1):
             frac = 1.0 - (iteration - 1.0) / num_iterations
@@ -513,10 +498,10 @@ if __name__ == "__main__":
             rnet_is_reliable = any(row.get("rnet/heldout_accuracy", 0) > args.rnet_reliable_accuracy for row in history)
             if rnet:  # each state is embedded once, and once more when the RNet has changed
                 embeddings = torch.cat([embeddings[-window:], embed_all(rnet, obs[1:])])  # (window + T, N, 2, ...)
-            if rnet and rnet_is_reliable:
                 cost = ksp_cost(rnet, embeddings, segment_steps[1:], gaps, args.cost_percentile)
-                total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 15, with a bias
                 charts["sprl/cost_rate"] = (cost * torch.from_numpy(valid).to(device)).sum() / valid.sum()
+            if rnet and rnet_is_reliable:
+                total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 15, with a bias
 
             # ADVANTAGE ###############################################################################################
             with torch.inference_mode():
@@ -537,6 +522,7 @@ if __name__ == "__main__":
                     logratio = newlogprob - b_logprobs[mb_inds]
                     ratio = logratio.exp()
                     with torch.no_grad():
+                        old_approx_kl = (-logratio).mean()
                         approx_kl = ((ratio - 1) - logratio).mean()
                         clipfracs.append(((ratio - 1.0).abs() > clip_coef).float().mean())
 
@@ -564,6 +550,8 @@ if __name__ == "__main__":
                     optimizer.step()
             charts |= {"losses/policy_loss": pg_loss, "losses/value_loss": v_loss, "losses/entropy": entropy_loss}
             charts |= {"losses/approx_kl": approx_kl, "losses/clipfrac": torch.stack(clipfracs).mean()}
+            unexplained = b_advantages[b_inds].var() / b_returns[b_inds].var().clamp(min=1e-8)
+            charts |= {"losses/old_approx_kl": old_approx_kl, "losses/explained_variance": 1 - unexplained}
             charts |= {"losses/grad_norm": grad_norm, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
             global_step += batch_size
 
@@ -603,7 +591,6 @@ if __name__ == "__main__":
             # LOG #####################################################################################################
             charts["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
             if finished_returns:
-                recent_returns.extend(finished_returns)
                 charts["charts/episodic_return"] = np.mean(finished_returns)
                 charts["charts/episodic_length"] = np.mean(finished_lengths)
                 charts["charts/success_rate"] = np.mean(np.array(finished_returns) > 0)
@@ -619,22 +606,20 @@ if __name__ == "__main__":
 
             # CHECKPOINT ##############################################################################################
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
-                save()
-    except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
-        failure = error if isinstance(error, OSError) else None
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends at once
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(OSError):
-            print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr, flush=True)
+                save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
+        print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
+    except OSError as error:  # a closed terminal, a full disk: what can be saved is saved
+        failure = error
 
-    save()
+    sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
+    save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
     envs.close()
     writer.close()
-    outcome = "no episode has ended"
-    if recent_returns:
-        outcome = f"return {np.mean(recent_returns):.3f} over {len(recent_returns)} episodes"
-        plot_curve(history, f"{method} on {args.env_id}, seed {args.seed}", f"{run_dir}/curve.png")
-    with contextlib.suppress(OSError):  # `| head` may have closed stdout
-        os.write(1, f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt\n".encode())
+    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    if returns:
+        plot_curve(history, f"{run_dir}/curve.png")
+    outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
+    print(f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
     if failure:
-        sys.exit(f"error: {failure}")
+        raise failure

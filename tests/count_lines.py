@@ -21,7 +21,7 @@ BARS = {  # lines, diff
 }  # fmt: skip
 PLUMBING_BAR, README_BAR = 17.99, 200
 ARGS_PARTS = {"fail", "parse_args", "SHOWN", "MAY_BE_0", "HIGHEST"}
-NAMES = set("checkpoint old_args run_name run_dir lock git commit command config wandb writer".split())
+NAMES = set("checkpoint old_args run_name run_dir lock git commit command origin wandb writer".split())
 
 
 def section(lines, name):

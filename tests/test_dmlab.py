@@ -947,7 +947,7 @@ def test_run_on_the_stand_in(run, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepmind_lab", None)
     before = run(f"{FLAGS} --env-id {MANY}{steps(3)}", DMLAB)
     assert before["args"].engine == "labmaze" and before["method"] == "sprl-labmaze"
-    printed = capfd.readouterr().out
+    printed = capfd.readouterr().err
     assert f"sprl-labmaze on {MANY} (" in printed and f"sprl-labmaze {MANY}: {3 * BATCH} steps" in printed
     assert torch.load(CHECKPOINT, weights_only=True)["args"]["engine"] == "labmaze"
     assert all({"rnet/loss", "rnet/heldout_accuracy", "sprl/cost_rate"} <= row.keys() for row in before["history"][1:])

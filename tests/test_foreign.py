@@ -13,13 +13,17 @@ NETWORK = '''
 class GridCNN(nn.Module):
     """One-hot cells of the lake."""
 
-    def __init__(self, obs_shape, encoding, num_frames):
+    def __init__(self, *_):
         super().__init__()
         self.out_features = 64
 
     def forward(self, obs):
         return F.one_hot(obs.reshape(len(obs)), 64).float()
 '''
+MAKE_RNET = """
+def make_rnet(envs, args):
+    return GridRNet(nn.Sequential(GridCNN(), nn.Linear(64, 128), nn.ReLU()), 128)
+"""
 
 
 def replace_definition(source, new):
@@ -31,9 +35,11 @@ def replace_definition(source, new):
 
 
 def test_sprl_on_a_world_that_is_not_ours(run, tmp_path):
-    """A user's copy of the script, in which only make_envs and the network are others."""
+    """A user's copy of the script, in which only make_envs and the networks are others."""
     source, copy = (ROOT / CANONICAL).read_text(), tmp_path / "my_sprl.py"
-    copy.write_text(replace_definition(replace_definition(source, MAKE_ENVS), NETWORK))
+    for new in (MAKE_ENVS, NETWORK, MAKE_RNET):
+        source = replace_definition(source, new)
+    copy.write_text(source)
     result = run(SPRL + steps(6), copy)
     assert result["method"] == "sprl" and result["global_step"] == 6 * 128
     rates = [row["sprl/cost_rate"] for row in result["history"] if "sprl/cost_rate" in row]

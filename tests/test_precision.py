@@ -74,8 +74,8 @@ def test_other_domains_run_in_bf16(run, name):
 def test_auto_asks_the_device(run, monkeypatch, capfd, is_fast, precision):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
     result = run(f"{PPO} --precision auto{steps(1)}")
-    assert result["args"].precision == result["config"]["precision"] == precision
-    assert f"(cpu, {precision})" in capfd.readouterr().out
+    assert result["args"].precision == result["origin"]["args"]["precision"] == precision
+    assert f"(cpu, {precision})" in capfd.readouterr().err
 
 
 def test_default_is_fp32():
