@@ -44,7 +44,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the large layers; auto: bf16 where it is fast, else fp32
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -92,8 +92,8 @@ class Args:
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)  # steps between RNet trainings: to 1M, to 2M, after
     rnet_start: int = 15_000  # steps in the ring before the first RNet training (authors' code: 30K)
     rnet_triplets: int = 2_500  # most triplets, two pairs each, of one RNet training (authors' code: 15K)
-    rnet_batch_size: int = 64  # triplets per RNet minibatch (authors' code: 64)
-    rnet_learning_rate: float = 1e-3  # of the RNet's Adam (authors' code: 3e-4)
+    rnet_batch_size: int = 128  # triplets per RNet minibatch (authors' code: 64)
+    rnet_learning_rate: float = 1.5e-3  # of the RNet's Adam (authors' code: 3e-4)
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
@@ -106,14 +106,14 @@ DOMAINS = {  # how a domain's ids look, and its settings where they differ from 
     "fetch": ("Fetch", dict(
         total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50, bonus_scale=0.0001,
         bonus_bias=1.0, k=10, ring_size=30_000, negative_bias=12, rnet_intervals=(6_000, 150_000, 150_000),
-        heldout_pairs=7_500)),
+        rnet_batch_size=64, rnet_learning_rate=1e-3, heldout_pairs=7_500)),
     "dmlab": ("explore_", dict(
         total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0021, bonus_scale=0.03, k=5,
-        rnet_learning_rate=3e-4)),
+        rnet_batch_size=64, rnet_learning_rate=3e-4)),
     "atari": (".*-v5$", dict(
         total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3,
         clip_rewards=True, k=12, ring_size=30_000, negative_bias=80, rnet_intervals=(6_000, 150_000, 150_000),
-        rnet_learning_rate=3e-4, rnet_weight_decay=0.03, heldout_pairs=7_500)),
+        rnet_batch_size=64, rnet_learning_rate=3e-4, rnet_weight_decay=0.03, heldout_pairs=7_500)),
 }  # fmt: skip
 RNET_SIZES = {name: {"blocks": (2, 2, 2, 2), "num_layers": 4} for name in ("atari", "dmlab")}  # ECO's own ResNet-18
 SHOWN = ("charts/episodic_return", "charts/success_rate", "eco/bonus", "rnet/heldout_accuracy")  # on bar and curve
@@ -280,9 +280,9 @@ class GridCNN(nn.Module):
     def forward(self, obs):  # (B, frames, W, H, 3) uint8
         x = self.codes(obs).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
         for conv in self.convs:
-            x = F.pad(x, (0, 1, 0, 1))  # SAME pads an even kernel at the end only
+            # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx; SAME pads an even kernel at the end only
             weight, bias = torch.cat([conv.weight, -conv.weight]), torch.cat([conv.bias, -conv.bias])
-            x = F.conv2d(x, weight, bias).relu_()  # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx
+            x = F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, bias).relu_()
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
@@ -446,9 +446,6 @@ class EpisodicMemory:
 
     def __init__(self, size, obs):  # obs (T, N, ...) as they will be added
         self.obs = obs.new_zeros((obs.shape[1], size, *obs.shape[2:]))
-        self.clear()
-
-    def clear(self):
         self.counts = torch.zeros(len(self.obs), dtype=torch.int64, device=self.obs.device)
         self.most = np.zeros(len(self.obs), np.int64)  # bounds of the counts: the host need not ask the device
         self.embeddings = None  # (N, M, hidden), None also after the RNet has changed
@@ -540,7 +537,7 @@ if __name__ == "__main__":
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
     agent.precision = bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
-    embed_all, compare_all = bf16(embed_all), bf16(compare_all)
+    embed_all, compare_all, rnet_loss = bf16(embed_all), bf16(compare_all), bf16(rnet_loss)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     rnet = scaler = None

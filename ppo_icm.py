@@ -44,7 +44,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the large layers; auto: bf16 where it is fast, else fp32
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -261,9 +261,9 @@ class GridCNN(nn.Module):
     def forward(self, obs):  # (B, frames, W, H, 3) uint8
         x = self.codes(obs).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
         for conv in self.convs:
-            x = F.pad(x, (0, 1, 0, 1))  # SAME pads an even kernel at the end only
+            # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx; SAME pads an even kernel at the end only
             weight, bias = torch.cat([conv.weight, -conv.weight]), torch.cat([conv.bias, -conv.bias])
-            x = F.conv2d(x, weight, bias).relu_()  # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx
+            x = F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, bias).relu_()
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
@@ -318,9 +318,10 @@ class ICM(nn.Module):
         name, _, domain = load_domain(args.env_id)
         agent = domain.make_agent(envs, args)
         trunk, num_features = agent.network, agent.actor.in_features
-        if name == "minigrid":  # the convolutions are enough
-            trunk, num_features = trunk[0], trunk[0].out_features
-        self.embed = nn.Sequential(trunk, nn.Linear(num_features, dim))  # phi
+        if name == "minigrid":  # one layer on the cells is enough
+            trunk = nn.Sequential(CellCodes("onehot", 1 + args.stack_observations), nn.Flatten())
+            num_features = trunk[0].num_channels * np.prod(envs.single_observation_space.shape[1:3])
+        self.embed = nn.Sequential(trunk, layer_init(nn.Linear(num_features, dim)))  # phi
         self.num_actions = int(space.n) if isinstance(space, gym.spaces.Discrete) else None
         action_dim = self.num_actions or space.shape[0]
         self.inverse = nn.Sequential(nn.Linear(2 * dim, hidden), nn.ReLU(), nn.Linear(hidden, action_dim))

@@ -40,7 +40,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the large layers; auto: bf16 where it is fast, else fp32
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -420,7 +420,7 @@ if __name__ == "__main__":
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
     agent.precision = bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
-    rnet_loss, embed_all, compare_all = bf16(rnet_loss), bf16(embed_all), bf16(compare_all)
+    embed_all, compare_all, rnet_loss = bf16(embed_all), bf16(compare_all), bf16(rnet_loss)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     rnet = ring = None

@@ -5,8 +5,7 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
     python ppo_sprl_minigrid.py                                      # SPRL on FourRooms-7x7, minutes on a laptop
     python ppo_sprl_minigrid.py --env-id MiniGrid-KeyDoors-7x7-v0 --cost-scale 0    # the same code as plain PPO
 
-Differences from the paper: cells are one-hot (`--encoding raw` for the plain numbers); learning rate, lambda and
-percentile are what we measured to work best; a time limit bootstraps; the RNet is FC(128) on one-hot cells and FC(256).
+Differences from the paper: cells are one-hot; learning rate, lambda and percentile are those that we measured best.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ from tqdm import tqdm
 class Args:
     seed: int = 1  # of the networks, the sampling and the environments
     cuda: bool = True  # use CUDA if there is a CUDA device
-    precision: Literal["auto", "fp32", "bf16"] = "fp32"  # of the large layers; auto: bf16 where it is fast
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the large layers; auto: bf16 where it is fast, else fp32
     track: bool = False  # mirror the charts to Weights & Biases (WANDB_MODE=offline works)
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
@@ -86,8 +85,8 @@ class Args:
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)  # steps between RNet trainings: to 1M, to 2M, after
     rnet_start: int = 15_000  # steps in the ring before the first RNet training (authors' code: 30K)
     rnet_triplets: int = 2_500  # most triplets, two pairs each, of one RNet training (authors' code: 15K)
-    rnet_batch_size: int = 64  # triplets per RNet minibatch (authors' code: 64)
-    rnet_learning_rate: float = 1e-3  # of the RNet's Adam (authors' code: 3e-4)
+    rnet_batch_size: int = 128  # triplets per RNet minibatch (authors' code: 64)
+    rnet_learning_rate: float = 1.5e-3  # of the RNet's Adam (authors' code: 3e-4)
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
@@ -247,9 +246,9 @@ class GridCNN(nn.Module):
     def forward(self, obs):  # (B, frames, W, H, 3) uint8
         x = self.codes(obs).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
         for conv in self.convs:
-            x = F.pad(x, (0, 1, 0, 1))  # SAME pads an even kernel at the end only
+            # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx; SAME pads an even kernel at the end only
             weight, bias = torch.cat([conv.weight, -conv.weight]), torch.cat([conv.bias, -conv.bias])
-            x = F.conv2d(x, weight, bias).relu_()  # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx
+            x = F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, bias).relu_()
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
@@ -475,7 +474,7 @@ if __name__ == "__main__":
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
     agent.precision = bf16 = torch.autocast(device.type, torch.bfloat16, args.precision == "bf16")
-    embed_all, compare_all = bf16(embed_all), bf16(compare_all)
+    embed_all, compare_all, rnet_loss = bf16(embed_all), bf16(compare_all), bf16(rnet_loss)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     rnet = ring = None

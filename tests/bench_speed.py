@@ -41,6 +41,7 @@ METHODS = {
     "cleanrl": "cleanrl",
 }
 METHODS |= {f"{name}-bf16": f"{METHODS[name]} --precision bf16" for name in ("ppo", "sprl", "eco", "icm")}
+METHODS |= {name: f"{METHODS[name]} --precision fp32" for name in ("ppo", "sprl", "gt-sprl", "eco", "icm", "gt-grid")}
 DOMAINS = {  # the world, and a command line per method
     "minigrid": ("MiniGrid-FourRooms-7x7-v0", METHODS),
     "dmlab": (
@@ -60,8 +61,8 @@ DOMAINS = {  # the world, and a command line per method
     "fetch": (
         "FetchReach-v4",
         {
-            "ppo": "ppo_sprl_fetch.py --cost-scale 0",
-            "sprl": f"ppo_sprl_fetch.py {READY}",
+            "ppo": "ppo_sprl_fetch.py --cost-scale 0 --precision fp32",
+            "sprl": f"ppo_sprl_fetch.py {READY} --precision fp32",
             "ppo-bf16": "ppo_sprl_fetch.py --cost-scale 0 --precision bf16",
             "sprl-bf16": f"ppo_sprl_fetch.py {READY} --precision bf16",
         },

@@ -59,6 +59,12 @@ def load(script_name):
     return module
 
 
+@pytest.fixture(autouse=True)
+def fp32(monkeypatch):
+    """--precision auto is fp32 in the runs of the tests, whose numbers are compared with fp32's."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def script():
     return load(CANONICAL)

@@ -75,9 +75,6 @@ class SlowMemory:
     def __init__(self, num_envs, size):
         self.lists, self.size, self.ties, self.replaced = [[] for _ in range(num_envs)], size, 0, 0
 
-    def clear(self):
-        self.lists = [[] for _ in self.lists]
-
     def similarities(self, rnet, obs, starts, slots, q):
         result = np.zeros(starts.shape)
         for t, n in np.ndindex(*starts.shape):
@@ -135,9 +132,6 @@ def test_memory_against_lists():
         starts = (rng.random((25, 5)) < 0.03) & (rollout > 0)
         if rollout in (2, 5):
             rnet, fast.embeddings = TableRNet(30), None
-        if rollout == 6:
-            fast.clear()
-            slow.clear()
         torch.manual_seed(rollout)
         slots = torch.randint(4, (25, 5))
         torch.manual_seed(rollout)

@@ -1,9 +1,9 @@
-"""--precision: bf16 in the large layers; fp32 in the heads, the losses, the weights, and by default."""
+"""--precision: bf16 in the large layers; fp32 in the heads, the losses and the weights."""
 
 import numpy as np
 import pytest
 import torch
-from conftest import CANONICAL, ORACLE, PPO, SMALL, SPRL, fake_envs, load, random_frames, steps
+from conftest import CANONICAL, ORACLE, PPO, SPRL, fake_envs, load, random_frames, steps
 from test_baselines import FLAGS
 
 RUNS = [(CANONICAL, PPO), (CANONICAL, SPRL), (CANONICAL, ORACLE), *FLAGS.items()]
@@ -78,6 +78,5 @@ def test_auto_asks_the_device(run, monkeypatch, capfd, is_fast, precision):
     assert f"(cpu, {precision})" in capfd.readouterr().err
 
 
-def test_default_is_fp32():
-    assert {load(name).Args().precision for name, _ in RUNS} == {"fp32"}
-    assert "--precision" not in SMALL
+def test_default_is_auto():
+    assert {load(name).Args().precision for name, _ in RUNS} == {"auto"}
