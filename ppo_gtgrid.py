@@ -314,18 +314,15 @@ def first_visits(visited, positions, starts, cell_size):
 # CHECKPOINTS #########################################################################################################
 def save_checkpoint(path, learned, **progress):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, file)
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+    torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
 def load_checkpoint(path, learned):
-    """Fills what is learned, without running code of the file; returns settings, command, global_step and history."""
+    """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file, and compares
+    its checksums, which torch does not."""
     try:
-        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
-            raise ValueError("another name, or damaged")
+        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])

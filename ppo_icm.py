@@ -341,7 +341,7 @@ class ICM(nn.Module):
 
 
 @torch.inference_mode()
-def embed_all(rnet, obs, chunk=1024):
+def embed_all(rnet, obs, chunk=256):
     """Embeddings (T, N, 2, ...) of observations (T, N, ...), by chunks that stay in the cache."""
     return torch.cat([rnet.embed(part) for part in obs.flatten(0, 1).split(chunk)]).unflatten(0, obs.shape[:2])
 
@@ -349,18 +349,15 @@ def embed_all(rnet, obs, chunk=1024):
 # CHECKPOINTS #########################################################################################################
 def save_checkpoint(path, learned, **progress):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, file)
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+    torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
 def load_checkpoint(path, learned):
-    """Fills what is learned, without running code of the file; returns settings, command, global_step and history."""
+    """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file, and compares
+    its checksums, which torch does not."""
     try:
-        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
-            raise ValueError("another name, or damaged")
+        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])

@@ -3,7 +3,7 @@
 Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks", Sohn, Lee et al., ICML 2021.
 
     python ppo_sprl_atari.py                                                      # Montezuma's Revenge, on a GPU
-    python ppo_sprl_atari.py --env-id Freeway-v5 --rnet-width 16 --rnet-input embedding-difference   # bearable on a CPU
+    python ppo_sprl_atari.py --env-id Freeway-v5 --rnet-width 16     # bearable on a CPU
 
 Differences from the paper: a time limit bootstraps; the RNet has GroupNorm, LayerNorm, and an FC layer on all places.
 """
@@ -87,7 +87,7 @@ class Args:
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 7_500  # pairs of each kind that measure the RNet before it trains on them (paper: 7,500)
     rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
-    rnet_input: Literal["pixel-difference", "embedding-difference"] = "pixel-difference"  # paper, a pass per pair; ours
+    rnet_input: Literal["auto", "pixel-difference", "embedding-difference"] = "auto"  # the paper's on a GPU, else ours
     rnet_width: int = 64  # channels of the RNet's first blocks; its FC layers have 8 times as many (16 suits a CPU)
 
 
@@ -122,12 +122,13 @@ def parse_args(default):
 class AtariGames(gym.vector.VectorWrapper):
     """EnvPool's Atari, preprocessed as in the paper. The NEXT_STEP autoreset and the stacks of frames are EnvPool's."""
 
-    def __init__(self, env_id, **settings):
+    def __init__(self, env_id, num_envs, num_frames, max_episode_steps):
         if envpool.registration.registry.specs.get(env_id, [""])[0] != "envpool.atari":
             fail(f"--env-id {env_id}, accepted: MontezumaRevenge-v5, Freeway-v5 or another Atari game of EnvPool")
-        self.settings = settings | dict(task_id=env_id, img_height=84, img_width=84, gray_scale=True, frame_skip=4)
-        self.settings |= dict(full_action_space=True, repeat_action_probability=0.0, episodic_life=False)
-        self.settings |= dict(reward_clip=False, noop_max=30, use_fire_reset=True)
+        self.settings = dict(task_id=env_id, num_envs=num_envs, stack_num=num_frames, img_height=84, img_width=84)
+        self.settings |= dict(max_episode_steps=max_episode_steps, gray_scale=True, frame_skip=4, noop_max=30)
+        self.settings |= dict(full_action_space=True, repeat_action_probability=0.0, use_fire_reset=True)
+        self.settings |= dict(episodic_life=False, reward_clip=False)
         super().__init__(envpool.make_gymnasium(**self.settings))
         self.map_size = (24 * 256, 256)  # Montezuma's rooms side by side
 
@@ -149,8 +150,7 @@ class AtariGames(gym.vector.VectorWrapper):
 
 
 def make_envs(args):
-    sizes = {"num_envs": args.num_envs, "stack_num": 1 + args.stack_observations}
-    return AtariGames(args.env_id, max_episode_steps=args.max_episode_steps, **sizes)
+    return AtariGames(args.env_id, args.num_envs, 1 + args.stack_observations, args.max_episode_steps)
 
 
 # AGENT ###############################################################################################################
@@ -218,9 +218,8 @@ class ResidualBlock(nn.Module):
 
 
 class AtariRNet(nn.Module):
-    """Can the late state be reached from the early one in at most k - 1 steps? A siamese ResNet embeds two images of a
-    pair: the paper's s_t and s_t - s_{t-k} (`is_pixel`), anew for each pair, or ours, the two states, each once. The
-    first FC layer acts on the concatenation of two embeddings, W [a; b] = W_early a + W_late b."""
+    """Can the late state be reached from the early one in at most k - 1 steps? A siamese ResNet embeds two images: the
+    paper's s_t and s_t - s_{t-k} (`is_pixel`), anew for each pair, or ours, the two states, each once."""
 
     def __init__(self, num_frames, width, blocks, num_layers, is_pixel):
         super().__init__()
@@ -257,7 +256,7 @@ def make_rnet(envs, args, blocks=(2, 2, 1), num_layers=3):  # the paper's SPRL; 
 
 
 @torch.inference_mode()
-def embed_all(rnet, obs, chunk=1024):
+def embed_all(rnet, obs, chunk=256):
     """Embeddings (T, N, 2, ...) of observations (T, N, ...), by chunks that stay in the cache."""
     return torch.cat([rnet.embed(part) for part in obs.flatten(0, 1).split(chunk)]).unflatten(0, obs.shape[:2])
 
@@ -282,9 +281,8 @@ def rnet_loss(rnet, anchors, positives, negatives, label_smoothing):
 
 
 class FrameRing:
-    """The last states of each environment, kept as single frames. `segment_steps` counts a state's steps since its
-    segment began; a segment is cut at an episode's start and after a non-zero reward, and no pair ever crosses a cut.
-    `episode_steps` counts since the episode's start, which no stack of frames crosses."""
+    """The last states of each environment, as single frames. `segment_steps` counts since a segment began, at an
+    episode's start or after a non-zero reward; no pair crosses a cut. No stack crosses `episode_steps` of 0."""
 
     def __init__(self, num_rows, obs):  # obs (T, N, frames, ...) as they will be added, first an episode's start
         self.back = torch.arange(obs.shape[2] - 1, -1, -1, device=obs.device)  # how long ago a stack's frames were
@@ -363,18 +361,15 @@ def ksp_cost(rnet, embeddings, segment_steps, gaps, percentile):
 # CHECKPOINTS #########################################################################################################
 def save_checkpoint(path, learned, **progress):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, file)
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut could leave the new name without its content
+    torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
 def load_checkpoint(path, learned):
-    """Fills what is learned, without running code of the file; returns settings, command, global_step and history."""
+    """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file, and compares
+    its checksums, which torch does not."""
     try:
-        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():  # torch compares no checksums
-            raise ValueError("another name, or damaged")
+        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])
@@ -416,6 +411,8 @@ if __name__ == "__main__":
     if args.precision == "auto":
         fast = torch.cuda.is_bf16_supported(False) if device.type == "cuda" else torch.cpu._is_avx512_bf16_supported()
         args.precision = "bf16" if fast else "fp32"
+    if args.rnet_input == "auto":  # the paper's is a pass of the ResNet for each pair, too much for a CPU
+        args.rnet_input = "pixel-difference" if device.type == "cuda" else "embedding-difference"
 
     envs = make_envs(args)
     agent = make_agent(envs, args).to(device)
@@ -586,6 +583,9 @@ if __name__ == "__main__":
                 empty_trainings = 0 if triplets.shape[1] else empty_trainings + 1
                 if empty_trainings == 5:
                     print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
+                if next_rnet_step == start_step + args.rnet_start and device.type == "cpu":  # the first training
+                    hours = (args.total_timesteps / (global_step - start_step) - 1) * (time.time() - start_time) / 3600
+                    print(f"\nabout {hours:.1f} h on this CPU; `--rnet-width 16` or a GPU is faster", file=sys.stderr)
                 next_rnet_step = global_step + args.rnet_intervals[(global_step >= 1e6) + (global_step >= 2e6)]
 
             # LOG #####################################################################################################
