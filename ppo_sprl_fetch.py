@@ -4,6 +4,7 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
 
     python ppo_sprl_fetch.py                                                        # SPRL on FetchReach
     python ppo_sprl_fetch.py --env-id FetchPush-v4 --cost-scale 0 --ent-coef 0.01    # the same code as plain PPO
+    python ppo_sprl_fetch.py --env-id gymnasium_robotics:PointMaze_UMaze-v3          # or another world of flat states
 
 Differences from the paper: lambda is 0.0005, for its 0.05 did not learn here; when the RNet trains is our choice; SPRL
 has the other methods' action noise; a time limit bootstraps; the value shares the policy's layers.
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 import tyro
 from filelock import FileLock
 from matplotlib.figure import Figure
-from torch.distributions.normal import Normal
+from torch.distributions import Categorical, Independent, Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -49,7 +50,7 @@ class Args:
     resume: str | None = None  # path of an agent.pt to go on from; its settings hold unless a flag says otherwise
 
     # PPO
-    env_id: str = "FetchReach-v4"  # also FetchPush-v4, FetchSlide-v4 or FetchPickAndPlace-v4
+    env_id: str = "FetchReach-v4"  # also FetchPush, FetchSlide, FetchPickAndPlace, or any world of flat states
     total_timesteps: int = 1_000_000  # environment steps of the experiment
     learning_rate: float = 5e-4  # of the policy's Adam (paper: 5e-4)
     num_envs: int = 12  # parallel environments (paper: 12)
@@ -130,8 +131,6 @@ class FetchRobots(gym.vector.VectorEnv):
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
     def __init__(self, env_id, num_envs, max_episode_steps, n_substeps, action_noise):
-        if env_id not in STATE_SIZES:
-            fail(f"--env-id {env_id} is unknown, accepted: {', '.join(STATE_SIZES)}")
         self.env_id, self.num_envs, self.action_noise = env_id, num_envs, action_noise
         time_limit = max(1, round(max_episode_steps * 20 / n_substeps))  # the same time in the simulator
         self.options = {"num_envs": num_envs, "frame_skip": n_substeps, "max_episode_steps": time_limit}
@@ -168,7 +167,15 @@ class FetchRobots(gym.vector.VectorEnv):
 
 
 def make_envs(args):
-    return FetchRobots(args.env_id, args.num_envs, args.max_episode_steps, args.n_substeps, args.action_noise)
+    if args.env_id in STATE_SIZES:
+        return FetchRobots(args.env_id, args.num_envs, args.max_episode_steps, args.n_substeps, args.action_noise)
+    try:  # any other world: its own rewards and time limit
+        envs = gym.wrappers.vector.FlattenObservation(gym.make_vec(args.env_id, num_envs=args.num_envs))
+        if isinstance(envs.single_action_space, gym.spaces.Box):
+            envs = gym.wrappers.vector.ClipAction(envs)
+        return gym.wrappers.vector.DtypeObservation(envs, np.float32)
+    except Exception as error:
+        fail(f"--env-id {args.env_id}, accepted: {', '.join(STATE_SIZES)} or a world of flat states ({error})")
 
 
 class ReturnScaler(nn.Module):
@@ -198,10 +205,12 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     return layer
 
 
-class GaussianAgent(nn.Module):
-    def __init__(self, network, out_features, action_dim):
+class FlatAgent(nn.Module):
+    def __init__(self, network, out_features, action_space):
         super().__init__()
         self.network, self.precision = network, contextlib.nullcontext()  # the heads are fp32 in every precision
+        self.is_discrete = isinstance(action_space, gym.spaces.Discrete)
+        action_dim = int(action_space.n) if self.is_discrete else action_space.shape[0]
         self.actor = layer_init(nn.Linear(out_features, action_dim), std=0.01)
         self.actor_logstd = nn.Parameter(torch.zeros(action_dim))
         self.critic = layer_init(nn.Linear(out_features, 1), std=1)
@@ -210,15 +219,21 @@ class GaussianAgent(nn.Module):
         with self.precision:  # the same in rollout and update, or their ratio would be noise
             hidden = self.network(obs)
         hidden = hidden.float()
-        probs = Normal(self.actor(hidden), self.actor_logstd.exp(), validate_args=False)  # or it waits for the device
+        mean = self.actor(hidden)  # or logits; validating would wait for the device
+        if self.is_discrete:
+            probs = Categorical(logits=mean, validate_args=False)
+        else:
+            probs = Independent(Normal(mean, self.actor_logstd.exp(), validate_args=False), 1, validate_args=False)
         action = probs.sample() if action is None else action
-        return action, probs.log_prob(action).sum(-1), probs.entropy().sum(-1), self.critic(hidden).squeeze(-1)
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden).squeeze(-1)
 
 
 def make_agent(envs, args):
     sizes = (*envs.single_observation_space.shape, 256, 256, 256, 256)  # the paper's: four FC(256) with ReLU
     layers = [nn.Sequential(layer_init(nn.Linear(*pair)), nn.ReLU()) for pair in zip(sizes, sizes[1:])]
-    return GaussianAgent(nn.Sequential(*layers), 256, *envs.single_action_space.shape)
+    if args.env_id not in STATE_SIZES:
+        layers.insert(0, nn.BatchNorm1d(sizes[0], momentum=None, affine=False).eval())  # by the means of all rollouts
+    return FlatAgent(nn.Sequential(*layers), 256, envs.single_action_space)
 
 
 def gae(rewards, values, terminations, dones, gamma, gae_lambda):
@@ -472,6 +487,9 @@ if __name__ == "__main__":
             charts, finished_returns, finished_lengths = {}, [], []
 
             # ROLLOUT #################################################################################################
+            if args.env_id not in STATE_SIZES and global_step > start_step:
+                agent.network[0].train()(obs[1:].flatten(0, 1))  # observations are standardized by the rollouts before
+                agent.network[0].eval()
             obs[0] = obs[-1]
             segment_steps[0] = segment_steps[-1]
             for step in range(args.num_steps):

@@ -3,6 +3,7 @@
     python tests/bench_speed.py                        # all methods on FourRooms-7x7, about ten minutes on two cores
     python tests/bench_speed.py --repetitions 1 --json speed.json
     python tests/bench_speed.py --domain dmlab         # PPO and SPRL on DeepMind Lab's stand-in; also atari, fetch
+    python tests/bench_speed.py --curves results/minigrid    # also the seconds to a return of 0.75, by these curves
     python tests/bench_speed.py --pixel-cost           # Atari's cost per state against N, by images and by embeddings
     python tests/bench_speed.py --scaling results/speed   # steps/s against k, N, environments, grid: figure and CSV
 
@@ -91,6 +92,8 @@ class Args:
     """torch's threads"""
     json: str | None = None
     """also write the numbers to this file"""
+    curves: str | None = None
+    """also print the seconds to a return of 0.75, by the steps of the runs in this folder; CleanRL's are PPO's"""
     pixel_cost: bool = False
     """instead, measure what the k-SP cost of a state takes on Atari, by images as in the paper and by embeddings"""
     scaling: str | None = None
@@ -331,6 +334,26 @@ def compare(args):
         print(row + f" | {peak:.0f} | " + (f"{gflops:.0f} ({matmul:.0f})" if gflops else f"({matmul:.0f})") + " |")
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
+    if args.curves:
+        print_seconds(args, median)
+
+
+def print_seconds(args, sps, threshold=0.75):
+    """The steps to the threshold, in the curves of a folder, over the measured steps/s."""
+    sys.path.insert(0, str(ROOT / "analysis"))
+    from curves import points, read_folder
+    from scores import steps_to
+
+    runs = read_folder(args.curves)[args.env_id]
+    print(f"\n| method | seeds | median steps to a return of {threshold} | seconds | of PPO |\n|---|---|---|---|---|")
+    base = None
+    for method in args.methods:
+        curves = [points(run, "return") for run in runs.get("ppo" if method == "cleanrl" else method.split("-")[0], [])]
+        if curves:
+            steps = statistics.median(steps_to(*curve, threshold, curve[0][-1]) for curve in curves)
+            seconds = steps / sps[method]
+            base = base or seconds
+            print(f"| {method} | {len(curves)} | {steps:.0f} | {seconds:.1f} | {seconds / base:.2f} |")
 
 
 def pixel_cost(args):

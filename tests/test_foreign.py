@@ -1,9 +1,14 @@
-"""The loop needs gymnasium's VectorEnv and nothing else: SPRL on a world of gymnasium's own."""
+"""Worlds that this project did not write: in a changed copy, by a registered id, and of a user's own package."""
 
 import ast
 
 import numpy as np
+import pytest
+import torch
 from conftest import CANONICAL, ROOT, SPRL, load, steps
+
+FETCH = "ppo_sprl_fetch.py"
+NO_LIMIT = SPRL.replace("--max-episode-steps 20", "")  # the time limit is the world's own
 
 MAKE_ENVS = """
 def make_envs(args):
@@ -47,3 +52,71 @@ def test_sprl_on_a_world_that_is_not_ours(run, tmp_path):
     assert any("rnet/loss" in row for row in result["history"])
     assert np.isfinite(result["history"][-1]["losses/value_loss"]) and (tmp_path / "runs/small/agent.pt").exists()
     assert not hasattr(load(CANONICAL).GridWorlds, "learning_rewards")
+
+
+@pytest.mark.parametrize(
+    "env_id, size", [("MountainCarContinuous-v0", 2), ("CartPole-v1", 4), ("gymnasium_robotics:PointMaze_UMaze-v3", 8)]
+)
+def test_worlds_of_flat_states(run, env_id, size):
+    """A Box with continuous actions, one with discrete ones, and a dict; SPRL trains on each."""
+    result = run(f"{NO_LIMIT} --env-id {env_id}{steps(4)}", FETCH)
+    assert result["obs"].shape[2:] == (size,) and result["obs"].dtype == torch.float32
+    is_discrete = env_id == "CartPole-v1"
+    assert result["actions"].dtype == (torch.int64 if is_discrete else torch.float32)
+    assert all("sprl/cost_rate" in row for row in result["history"]) and result["agent"].is_discrete == is_discrete
+
+
+def test_observations_are_standardized_by_the_rollouts_before(run):
+    """The first rollout as it is; the second by the mean and variance of the first, which a run of one has kept."""
+    flags = f"{NO_LIMIT} --env-id Pendulum-v1 --cost-scale 0"
+    first, second = run(flags + steps(1), FETCH), run(f"{flags} --run-name longer{steps(2)}", FETCH)
+    seen = first["obs"][1:].flatten(0, 1).double().numpy()
+    layer = second["agent"].network[0]
+    np.testing.assert_allclose(layer.running_mean, seen.mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer.running_var, seen.var(0, ddof=1), rtol=1e-4)
+    states = second["obs"][5]
+    expected = (states - layer.running_mean) / (layer.running_var + 1e-5).sqrt()
+    torch.testing.assert_close(layer(states), expected)
+    assert first["agent"].network[0].num_batches_tracked == 0 and not isinstance(
+        load(FETCH).make_agent(first["envs"], load(FETCH).Args()).network[0], torch.nn.BatchNorm1d
+    )
+
+
+def test_rewards_are_the_worlds_own(run):
+    """Pendulum pays at every step: SPRL has nothing to compare, and says so."""
+    result = run(f"{NO_LIMIT} --env-id Pendulum-v1{steps(4)}", FETCH)
+    assert (result["rewards"] < -0.01).mean() > 0.9
+    assert all(row["sprl/cost_rate"] == 0 for row in result["history"])
+
+
+OWN_WORLD = """
+import gymnasium as gym
+from minigrid.core.grid import Grid
+from minigrid.core.mission import MissionSpace
+from minigrid.core.world_object import Goal
+from minigrid.minigrid_env import MiniGridEnv
+
+
+class Corridor(MiniGridEnv):
+    def __init__(self, max_steps=30, **kwargs):
+        super().__init__(MissionSpace(lambda: "walk"), width=9, height=5, max_steps=max_steps, **kwargs)
+
+    def _gen_grid(self, width, height):
+        self.grid, self.mission = Grid(width, height), "walk"
+        self.grid.wall_rect(0, 0, width, height)
+        self.put_obj(Goal(), 7, 1)
+        self.place_agent()
+
+
+gym.register("Corridor-v0", Corridor)
+"""
+
+
+@pytest.mark.parametrize("script_name", [CANONICAL, "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"])
+def test_a_grid_world_of_the_users_own(run, script_name, tmp_path, monkeypatch):
+    """By gymnasium's syntax, PACKAGE:ID, on a grid that is not square."""
+    (tmp_path / "my_mazes.py").write_text(OWN_WORLD)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1 --total-timesteps 256 --run-name small"
+    result = run(f"{flags} --env-id my_mazes:Corridor-v0", script_name)
+    assert result["obs"].shape[2:] == (1, 9, 5, 3) and len(result["history"]) == 2
