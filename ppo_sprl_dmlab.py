@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import gymnasium as gym
-import labmaze
-import labmaze.assets
 import numpy as np
 import torch
 import torch.nn as nn
@@ -43,6 +41,11 @@ from PIL import Image
 from torch.distributions.categorical import Categorical
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+try:
+    import labmaze.assets
+except ModuleNotFoundError:
+    labmaze = None  # it has no wheels for Python 3.13, where make_envs refuses the stand-in
 
 
 # ARGS ################################################################################################################
@@ -607,19 +610,19 @@ def make_envs(args):
             fail(f"--engine deepmind_lab does not import, accepted without it: labmaze ({error!r})")
         if not isinstance(error, ModuleNotFoundError) or error.name != "deepmind_lab":
             print(f"deepmind_lab is installed but does not import: {error!r}", file=sys.stderr)
-        print(f"engine: labmaze, a stand-in whose scores are not DeepMind Lab's ({error!r})", flush=True)
+        print(f"engine: labmaze, a stand-in whose scores are not DeepMind Lab's ({error!r})", file=sys.stderr)
         args.engine = "labmaze"
     if args.engine == "deepmind_lab":
         return DeepMindLab(args.env_id, args.num_envs, 1 + args.stack_observations, args.renderer, args.level_cache)
+    if labmaze is None:
+        fail("--engine labmaze needs the package labmaze, which can be installed in Python 3.11 and 3.12 only")
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     return LabMazes(args.env_id, args.num_envs, 1 + args.stack_observations, device)
 
 
 # AGENT ###############################################################################################################
 class ToImage(nn.Module):
-    def forward(
-        self, obs
-    ):  # (B, frames, 84, 84, 3) uint8 -> (B, frames * 3, 84, 84) in [0, 1], channels_last in memory
+    def forward(self, obs):  # (B, frames, 84, 84, 3) uint8 -> (B, frames * 3, 84, 84) in [0, 1], channels_last
         return (obs.movedim(1, 3).flatten(3) / 255).permute(0, 3, 1, 2)
 
 
