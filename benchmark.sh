@@ -5,6 +5,7 @@
 #   ./benchmark.sh quick                                   a small PPO against SPRL, ten minutes on two cores
 #   ./benchmark.sh minigrid --seeds 6 --workers 2          the paper's MiniGrid figure
 #   ./benchmark.sh minigrid --only sprl,KeyDoors-7x7 --dry-run
+#   ./benchmark.sh minigrid --with my_sprl.py              your copy of a script beside the five methods
 #   ./benchmark.sh minigrid --slurm --sbatch "--partition=gpu --time=4:00:00 --mem=8G"
 #
 # --seeds N        seeds 1..N of every run (default: the paper's number for the block)
@@ -12,6 +13,8 @@
 # --steps N        environment steps of every run (default: the block's); BLOCK then is BLOCK-N in all names below
 # --only A,B       only the methods and environments named, where both are named those methods on those environments;
 #                  an environment's name may be shortened
+# --with A,B       paths of your own scripts, which run on every environment and seed of the block with their defaults;
+#                  my_sprl.py is the method my_sprl. What is finished is not run again after a change: rename the script
 # --engine E       of dmlab: deepmind_lab, its stand-in labmaze, or auto, deepmind_lab if it imports (default)
 # --python PATH    the interpreter (default: .venv/bin/python if there is one, else python3)
 # --track          mirror the charts to Weights & Biases
@@ -121,22 +124,22 @@ run gt-grid ppo_gtgrid.py --bonus-scale 0.01 $flags --cell-size 16 # not in the 
 
 # DMLAB: A GPU EACH ###################################################################################################
 # {engine} is what --engine says; such a block has it in its name
-mazes='env explore_goal_locations_small 20000000
-env explore_goal_locations_large 20000000
-env explore_object_rewards_many 20000000'
-sprl='ppo_sprl_dmlab.py --engine {engine} --cost-scale 0.06 --cost-bias 0.5 --num-tolerance-samples 200'
+mazes='env explore_goal_locations_small 20000000 --engine {engine}
+env explore_goal_locations_large 20000000 --engine {engine}
+env explore_object_rewards_many 20000000 --engine {engine}'
+sprl='ppo_sprl_dmlab.py --cost-scale 0.06 --cost-bias 0.5 --num-tolerance-samples 200'
 sprl+=' --negative-bias 20 --positive-bias 5 --learning-rate 0.0003 --ent-coef 0.004 --max-grad-norm 10'
 flags='--learning-rate 0.00025'
 dmlab="
 block dmlab-{engine} 4 SPRL is best on all three tasks, most so in goal locations large, and even above GT-Grid (figure 4).
 $mazes
-run ppo ppo_sprl_dmlab.py --engine {engine} --cost-scale 0 --learning-rate 0.00019 --ent-coef 0.0011 --max-grad-norm 0.5
+run ppo ppo_sprl_dmlab.py --cost-scale 0 --learning-rate 0.00019 --ent-coef 0.0011 --max-grad-norm 0.5
 run sprl $sprl --k 10 --tolerance 1 --stack-observations 0
-run eco ppo_eco.py --engine {engine} --bonus-scale 0.03 --bonus-bias 0.5 --k 5 --negative-bias 20 $memory $flags \
+run eco ppo_eco.py --bonus-scale 0.03 --bonus-bias 0.5 --k 5 --negative-bias 20 $memory $flags \
   --ent-coef 0.0021
-run icm ppo_icm.py --engine {engine} --bonus-scale 0.001 --forward-loss-weight 0.96 --icm-loss-scale 64 $flags \
+run icm ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 0.96 --icm-loss-scale 64 $flags \
   --ent-coef 0.0042
-run gt-grid ppo_gtgrid.py --engine {engine} --bonus-scale 0.0525 --cell-size 30 $flags --ent-coef 0.0066
+run gt-grid ppo_gtgrid.py --bonus-scale 0.0525 --cell-size 30 $flags --ent-coef 0.0066
 
 block dmlab-k-{engine} 4 k = 10 is best of 1, 3, 10 and 30 (figure 9).
 $mazes
@@ -200,4 +203,5 @@ env FetchPickAndPlace-v4:substeps10-noise0.3 1000000 --action-noise 0.3 --n-subs
 $methods
 "
 
+export PYTHONUNBUFFERED=1 # a log's last line must be the last that was said
 exec "$python" "$here/analysis/launch.py" "$@" <<< "$minigrid$ablations$atari$dmlab$fetch"

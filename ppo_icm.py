@@ -49,6 +49,7 @@ class Args:
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
     checkpoint_interval: int = 100_000  # environment steps between checkpoints; one more at the end and on Ctrl-C
+    capture_video: bool = False  # also a GIF of one episode at every checkpoint, by analysis/evaluate.py
     resume: str | None = None  # path of an agent.pt to go on from; its settings hold unless a flag says otherwise
 
     # PPO
@@ -427,8 +428,8 @@ if __name__ == "__main__":
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
         fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    folder = os.path.dirname(os.path.abspath(__file__))
+    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --exclude=*")  # or why there is none
     origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
@@ -559,13 +560,18 @@ if __name__ == "__main__":
                 if not np.isfinite(value):  # then the networks may be ruined: they must not be saved
                     sys.exit(f"error: {name} is {value} at step {global_step}, nothing of this iteration is saved")
             history.append({"step": global_step, **charts})
-            latest = {name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row}
-            bar.set_postfix({name: f"{value:.2f}" for name, value in latest.items()}, refresh=False)
+            bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+                if args.capture_video:
+                    evaluate = [sys.executable, f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt"]
+                    video = ["--episodes", "1", "--script", __file__, "--video", f"{run_dir}/{global_step}.gif"]
+                    subprocess.run(evaluate + video, check=True)
+                if args.capture_video and args.track:
+                    wandb.log({"video": wandb.Video(video[-1])})
     except KeyboardInterrupt:  # Ctrl-C or SIGTERM
         print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
     except OSError as error:  # a closed terminal, a full disk: what can be saved is saved

@@ -4,10 +4,8 @@ Paper: "Shortest-Path Constrained Reinforcement Learning for Sparse Reward Tasks
 
     python ppo_sprl_fetch.py                                                        # SPRL on FetchReach
     python ppo_sprl_fetch.py --env-id FetchPush-v4 --cost-scale 0 --ent-coef 0.01    # the same code as plain PPO
-    python ppo_sprl_fetch.py --env-id gymnasium_robotics:PointMaze_UMaze-v3          # or another world of flat states
 
-Differences from the paper: lambda is 0.0005, for its 0.05 did not learn here; when the RNet trains is our choice; SPRL
-has the other methods' action noise; a time limit bootstraps; the value shares the policy's layers.
+Differences from the paper: lambda is 0.0005, for its 0.05 did not learn here; with a bias a time limit is an end.
 """
 
 import contextlib
@@ -47,6 +45,7 @@ class Args:
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
     checkpoint_interval: int = 100_000  # environment steps between checkpoints; one more at the end and on Ctrl-C
+    capture_video: bool = False  # also a GIF of one episode at every checkpoint, by analysis/evaluate.py
     resume: str | None = None  # path of an agent.pt to go on from; its settings hold unless a flag says otherwise
 
     # PPO
@@ -134,14 +133,12 @@ class FetchRobots(gym.vector.VectorEnv):
         self.env_id, self.num_envs, self.action_noise = env_id, num_envs, action_noise
         time_limit = max(1, round(max_episode_steps * 20 / n_substeps))  # the same time in the simulator
         self.options = {"num_envs": num_envs, "frame_skip": n_substeps, "max_episode_steps": time_limit}
-        if "Slide" in env_id:
-            self.options["initial_slide0"] = 0.05  # with EnvPool's own 23 % of the goals lie beside the table
+        self.options |= {"initial_slide0": 0.05} if "Slide" in env_id else {}  # EnvPool's goals may be off the table
         self.single_observation_space = gym.spaces.Box(-np.inf, np.inf, (STATE_SIZES[env_id],), np.float32)
         self.single_action_space = gym.spaces.Box(-1, 1, (4,), np.float32)
 
     def flatten(self, obs):
-        names = ("observation", "achieved_goal", "desired_goal")
-        return np.concatenate([obs[name] for name in names], 1, dtype=np.float32)
+        return np.hstack([obs[name] for name in ("observation", "achieved_goal", "desired_goal")], dtype=np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)  # seeds np_random
@@ -151,8 +148,7 @@ class FetchRobots(gym.vector.VectorEnv):
 
     def step(self, actions):
         noise = self.action_noise * self.np_random.standard_normal(actions.shape)
-        # clipped before too, or a policy that asks for more than the bound would be free of noise
-        actions = np.clip(np.clip(actions, -1, 1) + noise, -1, 1).astype(np.float32)
+        actions = np.clip(np.clip(actions, -1, 1) + noise, -1, 1).astype(np.float32)  # or some could be free of noise
         states = np.zeros((self.num_envs, *self.single_observation_space.shape), np.float32)
         reached, truncations = np.zeros((2, self.num_envs), bool)
         begin, on = np.flatnonzero(self.at_goal), np.flatnonzero(~self.at_goal)
@@ -266,9 +262,8 @@ class StateRNet(nn.Module):
         obs = self.standardize(obs)
         return torch.stack([self.early(obs), self.late(obs)], 1)
 
-    def compare(self, early, late):  # (..., hidden), (..., hidden) -> (...) logits
-        pairs = early + late
-        return self.head(pairs.flatten(0, -2)).view(pairs.shape[:-1])
+    def compare(self, early, late):  # (B, hidden), (B, hidden) -> (B,) logits
+        return self.head(early + late).squeeze(-1)
 
 
 def make_rnet(envs, args):
@@ -449,8 +444,8 @@ if __name__ == "__main__":
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
         fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
-    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    folder = os.path.dirname(os.path.abspath(__file__))
+    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --exclude=*")  # or why there is none
     origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
@@ -615,13 +610,18 @@ if __name__ == "__main__":
                 if not np.isfinite(value):  # then the networks may be ruined: they must not be saved
                     sys.exit(f"error: {name} is {value} at step {global_step}, nothing of this iteration is saved")
             history.append({"step": global_step, **charts})
-            latest = {name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row}
-            bar.set_postfix({name: f"{value:.2f}" for name, value in latest.items()}, refresh=False)
+            bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
             bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+                if args.capture_video:
+                    evaluate = [sys.executable, f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt"]
+                    video = ["--episodes", "1", "--script", __file__, "--video", f"{run_dir}/{global_step}.gif"]
+                    subprocess.run(evaluate + video, check=True)
+                if args.capture_video and args.track:
+                    wandb.log({"video": wandb.Video(video[-1])})
     except KeyboardInterrupt:  # Ctrl-C or SIGTERM
         print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
     except OSError as error:  # a closed terminal, a full disk: what can be saved is saved

@@ -50,7 +50,7 @@ class Export:
 
     checkpoints: tyro.conf.Positional[tuple[str, ...]]  # paths of the agent.pt files
     out: str  # folder of the CSV files, made if missing, e.g. runs/results/mine
-    label: str | None = None  # the method: letters, digits, dots and hyphens (default: by the script and its settings)
+    label: str | None = None  # the method: letters, digits, . - and single _ (default: by the script and its settings)
     script: str | None = None  # path of your own script, if the checkpoints are not of ours; it is not run
 
 
@@ -66,8 +66,8 @@ class Figure:
 
 # EXPORT ##############################################################################################################
 def method_label(script, args):
-    if script not in SCRIPTS:  # a user's own method: my_sprl.py is my-sprl
-        return re.sub(r"[^A-Za-z0-9.-]", "-", script.removesuffix(".py"))
+    if script not in SCRIPTS:  # a user's own method, called as benchmark.sh calls it
+        return "_".join(re.findall("[A-Za-z0-9.-]+", script.removesuffix(".py"))) or "-"
     method = script.removesuffix(".py").split("_")[1]  # ppo_sprl_minigrid.py: sprl, ppo_eco.py: eco
     if not args["cost_scale" if method == "sprl" else "bonus_scale"]:  # then the scripts call themselves ppo too
         return "ppo"
@@ -115,8 +115,8 @@ def write_run(path, rows, comments):
 
 
 def export(args):
-    if args.label and not re.fullmatch(r"[A-Za-z0-9.-]+", args.label):
-        fail(f"--label {args.label} is not a label, accepted: letters, digits, dots and hyphens")
+    if args.label and not re.fullmatch(r"[A-Za-z0-9.-]+(_[A-Za-z0-9.-]+)*", args.label):
+        fail(f"--label {args.label} is not a label, accepted: letters, digits, . - and single _ between them")
     if not args.checkpoints:
         fail("no checkpoint given, accepted: one or more agent.pt files")
     os.makedirs(args.out, exist_ok=True)
@@ -193,6 +193,13 @@ def method_styles(methods):
     return {m: (colour, "--" if m == "ppo" else "-") for m, colour in COLOURS.items() if m in methods} | {
         method: (OTHERS[i % len(OTHERS)], DASHES[i // len(OTHERS) % len(DASHES)]) for method, i in others
     }
+
+
+def score_name(runs):
+    """What tables and axes call the return: success where it is 0 or 1, that is, the success rate in every row."""
+    every_run = [run for by_method in runs.values() for seeds in by_method.values() for run in seeds]
+    same = all(np.array_equal(run["return"], run["success"], equal_nan=True) for run in every_run)
+    return "success" if same and any((run["return"] > 0).any() for run in every_run) else "return"  # all 0: unknown
 
 
 def points(run, name):
@@ -280,16 +287,17 @@ def read_claim(folder):
     return text.splitlines()[0].removeprefix(start) if text.startswith(start) else ""
 
 
-def write_table(rows, folder, claim=""):
+def write_table(rows, folder, claim="", score="return"):
     write_csv(os.path.join(folder, "table.csv"), rows)
     lines = [
-        "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
-        "curve divided by its length. ± is the standard error over seeds."
+        f"Final {score}: mean over the last 10 % of steps. Area: mean {score} over all steps, the area under the "
+        "learning curve divided by its length. ± is the standard error over seeds."
     ]
     if claim:
         lines = [f"The paper's claim: {claim}", "", *lines]
     for env_id in dict.fromkeys(row["env"] for row in rows):
-        lines += ["", f"### {env_id}", "", "| method | final return | area | seeds | steps | commit |", "|-|-|-|-|-|-|"]
+        head = f"| method | final {score} | area | seeds | steps | commit |"
+        lines += ["", f"### {env_id}", "", head, "|-|-|-|-|-|-|"]
         for row in (row for row in rows if row["env"] == env_id):
             final, area = (with_error(row[name], row[f"{name}_se"]) for name in ("final_return", "auc"))
             cells = (row["method"], final, area, str(row["seeds"]), f"{row['steps']:,}", row["commit"])
@@ -314,7 +322,8 @@ def draw(runs, path, smooth, rnet_accuracy):
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     styles = method_styles({method for by_method in runs.values() for method in by_method})
-    names = {"return": "episode return"} | ({"rnet_accuracy": "RNet held-out accuracy"} if rnet_accuracy else {})
+    label = "success rate" if score_name(runs) == "success" else "episode return"
+    names = {"return": label} | ({"rnet_accuracy": "RNet held-out accuracy"} if rnet_accuracy else {})
     columns = min(len(runs), 4)
     height = math.ceil(len(runs) / columns) * len(names)
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
@@ -379,7 +388,8 @@ def draw(runs, path, smooth, rnet_accuracy):
 def figure(args):
     check_ranges(args, smooth=(1, math.inf))
     runs = read_folder(args.folder)
-    write_table(make_table(runs), args.folder, read_claim(args.folder) if args.claim is None else args.claim)
+    claim = read_claim(args.folder) if args.claim is None else args.claim
+    write_table(make_table(runs), args.folder, claim, score_name(runs))
     every_run = [run for by_method in runs.values() for seeds in by_method.values() for run in seeds]
     accuracies = args.rnet_accuracy and any(len(points(run, "rnet_accuracy")[0]) for run in every_run)
     draw(runs, os.path.join(args.folder, "curves.png"), args.smooth, accuracies)

@@ -3,7 +3,6 @@
 import argparse
 import fcntl
 import glob
-import itertools
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import groupby, product
 from types import SimpleNamespace
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -76,8 +76,7 @@ class Run(SimpleNamespace):
             log = open(self.log, "ab", buffering=0)
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(self.folder):
-                with open(f"{self.folder}/lock", "a") as file:  # of a script that was started by hand
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(open(f"{self.folder}/lock", "a"), fcntl.LOCK_EX | fcntl.LOCK_NB)  # if started by hand
             self.state = self.find_state()
             return log
         except BlockingIOError:
@@ -107,16 +106,15 @@ def draw(runs, python):
         signal.signal(number, lambda *_: sys.exit(130))
     file = open("runs/results.lock", "a")
     fcntl.flock(file, fcntl.LOCK_EX)  # two at a time would write the same files
-    for run in runs:
-        if run.state == "failed":  # nor may an earlier figure's copy of it be shown
-            for path in glob.glob(f"runs/results/{run.block}/{run.env}*__{run.label}__s{run.seed}.csv"):
-                os.remove(path)
-    done = [run for run in runs if run.state == "finished"]
+    done, failed = ([run for run in runs if run.state == state] for state in ("finished", "failed"))
+    for run in failed:  # nor may an earlier figure's copy of it be shown
+        for path in glob.glob(f"runs/results/{run.block}/{run.env}*__{run.label}__s{run.seed}.csv"):
+            os.remove(path)
     for block, claim in dict.fromkeys((run.block, run.claim) for run in done):
         folder, commands = f"runs/results/{block}", []
-        for label in dict.fromkeys(run.label for run in done if run.block == block):
+        for label, script in dict.fromkeys((run.label, run.command[0]) for run in done if run.block == block):
             paths = [run.checkpoint for run in done if (run.block, run.label) == (block, label)]
-            commands.append(["curves.py", "export", *paths, "--out", folder, "--label", label])
+            commands.append(["curves.py", "export", *paths, "--out", folder, "--label", label, "--script", script])
         commands.append(["curves.py", "figure", folder, "--rnet-accuracy", "--claim", claim])
         commands.append(["report.py", folder, "--claim", claim])
         for program, *words in commands:
@@ -146,11 +144,11 @@ def submit(runs, options):
     left = [number for number, run in enumerate(runs, start=1) if run.state == "left"]
     flags = [f"--job-name=sprl-{options.block}", "--requeue", "--open-mode=append", f"--chdir={ROOT}"]
     flags += ["--output=runs/slurm-%A-%a.txt", "--signal=B:USR1@120"]  # B: to the launcher alone
-    again = shlex.join([*sys.argv[1:], f"--engine={options.engine}", f"--python={options.python}"])
+    again = [*sys.argv[1:], f"--engine={options.engine}", f"--python={options.python}", f"--with={options.scripts}"]
     for first in range(0, len(runs), size):
         tasks = ",".join(str(number - first) for number in left if first < number <= first + size)
         # exec: a shell before the launcher would die of scancel and take it along before it has saved
-        wrap = f"exec ./benchmark.sh {again} --task $((SLURM_ARRAY_TASK_ID + {first}))"
+        wrap = f"exec ./benchmark.sh {shlex.join(again)} --task $((SLURM_ARRAY_TASK_ID + {first}))"
         command = ["sbatch", f"--array={tasks}", *flags, *options.sbatch.split(), "--wrap", wrap]
         if tasks and subprocess.run(command).returncode:
             return 1
@@ -168,41 +166,45 @@ if __name__ == "__main__":
     parser.error = fail
     parser.add_argument("block", choices=[*blocks, "all"])
     parser.add_argument("--engine", choices=["auto", "deepmind_lab", "labmaze"], default="auto")
-    for name in LIMITS:
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("--only", "--python", "--sbatch"):
-        parser.add_argument(name, default="")
+    for name in ("only", "with", "python", "sbatch", *LIMITS):
+        parser.add_argument(f"--{name}", **({"type": int} if name in LIMITS else {"default": ""}))
     for name in ("--track", "--dry-run", "--slurm"):
         parser.add_argument(name, action="store_true")
     parser.set_defaults(workers=len(os.sched_getaffinity(0)), python=sys.executable)
-    words = shlex.join(sys.argv[1:]).replace("--sbatch ", "--sbatch=")  # its value looks like a flag
-    options = parser.parse_args(shlex.split(words))
+    options = parser.parse_args(shlex.split(shlex.join(sys.argv[1:]).replace("--sbatch ", "--sbatch=")))  # FLAGS have -
     for name, most in LIMITS.items():
         if (value := getattr(options, name)) is not None and not 1 <= value <= most:
             fail(f"--{name} {value}, accepted: a whole number from 1 to {most}")
     if not shutil.which(options.python):
         fail(f"--python {options.python}: no such program")
-    options.python = os.path.abspath(shutil.which(options.python))  # it is named from where the user is
+    options.python = os.path.abspath(shutil.which(options.python))  # it is named from where the user is, as --with is
+    methods, added = {line.split()[1] for line in lines if line.startswith("run ")}, []
+    for path in filter(None, getattr(options, "with").split(",")):
+        name = re.fullmatch(r"((?!-)[A-Za-z0-9.-]+(_[A-Za-z0-9.-]+)*)\.py", os.path.basename(path))
+        if not name or name[1].lower() in methods or not os.path.isfile(path):
+            fail(f"--with {path}, accepted: a file NAME.py, NAME of letters, digits, . - and single _, no method's yet")
+        methods.add(name[1].lower())
+        added.append(["run", name[1], os.path.abspath(path).removeprefix(f"{ROOT}/")])
+    options.scripts = ",".join(script for _, _, script in added)
     os.chdir(ROOT)
     if options.engine == "auto":
         found = subprocess.run([options.python, "-c", "import deepmind_lab"], capture_output=True).returncode == 0
         options.engine = "deepmind_lab" if found else "labmaze"
 
     # RUNS ############################################################################################################
-    runs = []  # by environment, then by method, then by seed
-    for kind, group in itertools.groupby(lines, key=lambda line: line.split()[0]):
+    runs = {}  # by environment, then by method, then by seed
+    for kind, group in groupby(lines, key=lambda line: line.split()[0]):
         group = [line.replace("{engine}", options.engine).split() for line in group]
         if kind == "block":
             _, block, num_seeds, *claim = group[0]
             name = block.removesuffix(f"-{options.engine}")
             is_asked = name == options.block or options.block == "all" and name not in ("quick", "minigrid-paper")
             seeds = range(1, (options.seeds or int(num_seeds)) + 1)
-            if options.steps:  # another schedule: not to be resumed from, nor shown beside the block's own
-                block += f"-{options.steps}"
+            block += f"-{options.steps}" if options.steps else ""  # of another schedule: no part of the block's own
         elif kind == "env":
             envs = group
         elif is_asked:
-            for (_, env, steps, *env_flags), (_, label, script, *flags), seed in itertools.product(envs, group, seeds):
+            for (_, env, steps, *env_flags), (_, label, script, *flags), seed in product(envs, group + added, seeds):
                 run = Run(block=block, claim=" ".join(claim), env=env.replace(":", "-"), label=label, seed=seed)
                 run.name = f"{block}__{run.env}__{label}__s{seed}"
                 run.folder, run.log, run.json = (f"runs/{run.name}{ending}" for ending in ("", ".log", ".json"))
@@ -210,21 +212,20 @@ if __name__ == "__main__":
                 run.steps = options.steps or int(steps)
                 run.command = [script, "--env-id", env.split(":")[0], "--seed", f"{seed}", "--total-timesteps"]
                 run.command += [f"{run.steps}", *flags, *env_flags, "--run-name", run.name]
-                runs.append(run)
+                runs[run.name] = run  # once, also in an environment's second list
     words = options.only.split(",")  # methods, or parts of environments' names; by default "", a part of all
-    labels, envs = dict.fromkeys(run.label for run in runs), dict.fromkeys(run.env for run in runs)
+    labels, envs = dict.fromkeys(run.label for run in runs.values()), dict.fromkeys(run.env for run in runs.values())
     for word in words:
         if word not in labels and not any(word in env for env in envs):
             fail(f"--only '{word}', accepted: {' '.join([*labels, *envs])}")
     methods = [word for word in words if word in labels] or labels
     worlds = [word for word in words if word not in labels] or envs
-    runs = [run for run in runs if run.label in methods and any(word in run.env for word in worlds)]
+    runs = [run for run in runs.values() if run.label in methods and any(word in run.env for word in worlds)]
     if not runs:
         fail(f"--only {options.only} leaves no run of {options.block}")
-    if options.task:
-        if options.task > len(runs):
-            fail(f"--task {options.task}, accepted: 1 to {len(runs)}")
-        runs = [runs[options.task - 1]]
+    if (options.task or 1) > len(runs):
+        fail(f"--task {options.task}, accepted: 1 to {len(runs)}")
+    runs = [runs[options.task - 1]] if options.task else runs
     for run in runs:
         run.state = run.find_state()
         if options.dry_run and run.state != "failed":
@@ -236,7 +237,6 @@ if __name__ == "__main__":
         sys.exit(submit(runs, options))
 
     # LAUNCH ##########################################################################################################
-    os.environ["PYTHONUNBUFFERED"] = "1"  # a log's last line must be the last that was said
     if options.task or options.workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     signals, shown, shown_at = [], "", 0.0

@@ -1,9 +1,10 @@
 """One page about a folder of runs: curves to look into, scores with intervals, and the command of every run.
 
     python analysis/report.py results/minigrid                  # report.html, scores.md, scores.csv, scores.png
-    python analysis/report.py results/minigrid --threshold 0.8 --baseline ppo
+    python analysis/report.py results/minigrid --threshold 0.8 --baseline ppo,eco
 
-report.html needs no network and no other file. The CSV files are those of `analysis/curves.py export`.
+report.html needs no network and no other file. scores.png is drawn only if a method has an interval. The CSV files are
+those of `analysis/curves.py export`.
 """
 
 import html
@@ -25,6 +26,7 @@ from curves import (
     points,
     read_claim,
     read_folder,
+    score_name,
     seed_curves,
     short_name,
     with_error,
@@ -37,6 +39,7 @@ METRICS = {
 }  # fmt: skip
 DASH = {"-": "", "--": "7 3", ":": "2 3", "-.": "9 3 2 3"}  # matplotlib's name of a line: SVG's
 TEMPLATE = Path(__file__).with_name("report_template.html")
+HINT = '<p class="hint" hidden>Scroll sideways for the other columns →</p>'  # shown where the next element is too wide
 POINTS = 100  # of every curve in the page: 200 runs are then about 400 kB
 
 
@@ -44,7 +47,7 @@ POINTS = 100  # of every curve in the page: 200 runs are then about 400 kB
 class Args:
     folder: tyro.conf.Positional[str]  # folder of the CSV files; the report is written there too
     threshold: float | None = None  # return whose first crossing is timed (default: per task, 80 % of the best's)
-    baseline: str | None = None  # label of the method to compare with (default: ppo, if there are runs of it)
+    baseline: str | None = None  # labels of the methods to compare with, as A,B (default: ppo and sprl, if there)
     claim: str | None = None  # what the paper says, a line above the tables (default: the claim that table.md has)
 
 
@@ -55,10 +58,10 @@ def number(value, digits=3):
 
 def bounds(row, name):
     """value [low, high]; a dash for what a single seed cannot tell."""
-    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-    if value is None:
-        return "–"
-    return f"{number(value)} [{'–' if low is None else f'{number(low)}, {number(high)}'}]"
+    value, low, high = (number(row[f"{name}{end}"], 2 if "improvement" in name else 3) for end in ("", "_low", "_high"))
+    if value == "–":
+        return value
+    return f"{value} [{'–' if low == '–' else f'{low}, {high}'}]"
 
 
 def timing(row):
@@ -69,39 +72,40 @@ def timing(row):
     return (f"> {row['steps']:,}" if row["steps_to"] is None else f"{row['steps_to']:,.0f}") + part
 
 
-def make_columns(pooled, baseline):
+def make_columns(pooled, baselines, score):
     """{heading: (text of a row, name of its interval or None)}; without a baseline nothing is compared."""
     columns = {"runs" if pooled else "seeds": (lambda row: str(row["seeds"]), None)}
     if not pooled:
-        for heading, name in (("final return", "final_return"), ("area", "auc")):
+        for heading, name in ((f"final {score}", "final_return"), ("area", "auc")):
             columns[heading] = lambda row, name=name: with_error(row[name], row[f"{name}_se"]), None
         columns["steps to threshold"] = timing, None
-    for score, name in (("final return", "final"), ("area", "auc")):
-        columns[f"IQM of {score}"] = lambda row, full=f"{name}_iqm": bounds(row, full), f"{name}_iqm"
-        if baseline:
-            heading, full = f"P(better than {baseline}), {score}", f"{name}_improvement"
+    for value, name in ((f"final {score}", "final"), ("area", "auc")):
+        columns[f"IQM of {value}"] = lambda row, full=f"{name}_iqm": bounds(row, full), f"{name}_iqm"
+        for label in baselines:
+            heading, full = f"P(better than {method_name(label)}), {value}", f"{name}_improvement_{label}"
             columns[heading] = lambda row, full=full: bounds(row, full), full
     return columns
 
 
-def make_notes(rows, scaled, baseline):
+def make_notes(rows, scaled, baselines, score="return"):
     notes = [
-        "Final return: mean over the last 10 % of steps. Area: mean return over all steps, the area under the learning "
-        "curve divided by its length. ± is the standard error over seeds. Steps to threshold: median over seeds of the "
-        "first step at which the mean return over the 5 % of training before it is at the threshold.",
+        f"Final {score}: mean over the last 10 % of steps. Area: mean {score} over all steps, the area under the "
+        "learning curve divided by its length. ± is the standard error over seeds. Steps to threshold: median over "
+        f"seeds of the first step at which the mean {score} over the 5 % of training before it is at the threshold.",
         "IQM: interquartile mean, without a quarter of the runs, rounded down, at either end. In brackets 95 % "
         f"stratified bootstrap intervals over seeds (Agarwal et al. 2021), – for fewer than {MIN_SEEDS} seeds. Few "
         "seeds make them too narrow: of normally distributed seeds, 3 hold the true mean in about 75 % of the cases, 6 "
         "in about 90 %.",
     ]
-    if baseline:
-        notes[1] += f" P(better): the probability that a run of the method beats a run of {baseline}; ties count half."
+    if baselines:
+        names = " or of ".join(map(method_name, baselines))
+        notes[1] += f" P(better): the probability that a run of the method beats a run of {names}; ties count half."
     pooled = [row for row in rows if row["env"] == ALL]
     if pooled:
         tasks = pooled[0]["tasks"]
         notes.append(
             f"All tasks: seeds 1 to {pooled[0]['seeds'] // tasks} of the methods that have them on all {tasks} tasks, "
-            "pooled for the IQM" + ", averaged over tasks for P(better)" * bool(baseline) + "."
+            "pooled for the IQM" + ", averaged over tasks for P(better)" * bool(baselines) + "."
         )
         if scaled:
             notes[-1] += " Returns are scaled in each task from 0, its worst run, to 1, its best."
@@ -122,14 +126,14 @@ def by_env(rows):
     return {env_id: [row for row in rows if row["env"] == env_id] for env_id in envs}
 
 
-def write_markdown(rows, scaled, baseline, claim, path):
+def write_markdown(rows, scaled, baselines, score, claim, path):
     def clean(text):
         return html.escape(text, quote=False).replace("|", "\\|").replace("`", "\\`")
 
-    notes = [f"The paper's claim: {claim}"] * bool(claim) + make_notes(rows, scaled, baseline)
+    notes = [f"The paper's claim: {claim}"] * bool(claim) + make_notes(rows, scaled, baselines, score)
     lines = ["\n\n".join(clean(note) for note in notes)]
     for env_id, members in by_env(rows).items():
-        columns = make_columns(env_id == ALL, baseline)
+        columns = make_columns(env_id == ALL, baselines, score)
         title, shared = make_heading(members)
         lines += ["", f"### {clean(title)}", "", *([f"{shared}.", ""] if shared else [])]
         lines += [f"| method | {' | '.join(map(clean, columns))} |", "|-" * (len(columns) + 1) + "|"]
@@ -139,14 +143,14 @@ def write_markdown(rows, scaled, baseline, claim, path):
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def draw_scores(rows, styles, baseline, path):
+def draw_scores(rows, styles, baselines, score, path):
     """Points with their intervals, one row of panels per group of the table."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     groups = by_env(rows)
-    columns = {heading: name for heading, (_, name) in make_columns(True, baseline).items() if name}
+    columns = {heading: name for heading, (_, name) in make_columns(True, baselines, score).items() if name}
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     heights = [0.9 + 0.22 * len(members) for members in groups.values()]
     figure, axes = plt.subplots(
@@ -163,7 +167,7 @@ def draw_scores(rows, styles, baseline, path):
                 if value is not None:  # hollow without an interval
                     marker, fill = "o" if row["method"] in COLOURS else "D", "full" if low is not None else "none"
                     axis.plot(value, i, color=colour, marker=marker, fillstyle=fill, markersize=5)
-            if name.endswith("improvement"):
+            if "improvement" in name:
                 axis.set_xlim(-0.04, 1.04)
                 axis.axvline(0.5, color="gray", linewidth=0.8, linestyle=":")
                 axis.set_xticks([0, 0.5, 1])
@@ -202,6 +206,8 @@ def page_data(runs, styles):
     every_run = [run for by_method in runs.values() for seeds in by_method.values() for run in seeds]
     others = sorted({name for run in every_run for name in run} - {*COLUMNS, "comments", "seed"})  # icm/bonus, ...
     labels = METRICS | {name: name for name in others}
+    if score_name(runs) == "success":  # or one curve would have two names
+        del labels["return"]
     metrics = [name for name in labels if any(len(points(run, name)[0]) for run in every_run)]
     return {
         "points": POINTS,
@@ -230,7 +236,7 @@ def bar(row, name, low, high, colour):
     if ends[0] is None:
         return ""
     value, left, right = (100 * ((ends[0] if end is None else end) - low) / ((high - low) or 1) for end in ends)
-    middle = '<u style="left:50%"></u>' if name.endswith("improvement") else ""
+    middle = '<u style="left:50%"></u>' if "improvement" in name else ""
     return (
         f'<span class="bar" aria-hidden="true">{middle}'
         f'<b style="left:{left:.1f}%;width:{right - left:.1f}%;background:{colour}"></b>'
@@ -238,29 +244,29 @@ def bar(row, name, low, high, colour):
     )
 
 
-def score_tables(rows, styles, envs, baseline):
+def score_tables(rows, styles, envs, baselines, score):
     parts, order = [], list(styles)
     for env_id, members in by_env(rows).items():
         title, shared = make_heading(members)
         task = "" if env_id == ALL else f' data-task="{envs.index(env_id)}"'
-        columns = make_columns(env_id == ALL, baseline)
+        columns = make_columns(env_id == ALL, baselines, score)
         head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in columns)
         lines = []
         for row in members:
             cells = ""
             for text, name in columns.values():
-                cells += f"<td>{html.escape(text(row))}"
+                cells += f"<td>{html.escape(text(row)).replace(' [', '<br>[')}"  # or ten columns need a wide screen
                 if name:
                     ends = [r[f"{name}{end}"] for r in members for end in ("", "_low", "_high")]
-                    ends = [end for end in ends if end is not None and not name.endswith("improvement")] or [0, 1]
+                    ends = [end for end in ends if end is not None and "improvement" not in name] or [0, 1]
                     cells += bar(row, name, min(ends), max(ends), styles[row["method"]][0])
                 cells += "</td>"
             name = swatch(styles[row["method"]]) + html.escape(method_name(row["method"]))
             lines.append(f'<tr data-method="{order.index(row["method"])}"><th scope="row">{name}</th>{cells}</tr>')
         parts.append(
-            f'<section{task}><h3>{html.escape(title)}<small>{html.escape(shared)}</small></h3><div class="scroll" '
-            f'tabindex="0" role="region" aria-label="Scores, {html.escape(title)}"><table><thead><tr>'
-            f'<th scope="col">method</th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div></section>'
+            f"<section{task}><h3>{html.escape(title)}<small>{html.escape(shared)}</small></h3>{HINT}"
+            f'<div class="scroll" tabindex="0" role="region" aria-label="Scores, {html.escape(title)}"><table><thead>'
+            f'<tr><th scope="col">method</th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div></section>'
         )
     return "\n".join(parts)
 
@@ -283,8 +289,9 @@ def run_list(runs, styles):
     return "\n".join(lines)
 
 
-def make_page(runs, rows, scaled, baseline, title, claim=""):
+def make_page(runs, rows, scaled, baselines, title, claim=""):
     styles = method_styles({method for by_method in runs.values() for method in by_method})
+    score = score_name(runs)
     count = sum(len(seeds) for by_method in runs.values() for seeds in by_method.values())
     words = ((len(runs), "task"), (len(styles), "method"), (count, "run"))
     text = json.dumps(page_data(runs, styles), separators=(",", ":"))
@@ -294,8 +301,9 @@ def make_page(runs, rows, scaled, baseline, title, claim=""):
         "TITLE": html.escape(title),
         "SUMMARY": ", ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in words),
         "CLAIM": f"<p>The paper's claim: {html.escape(claim)}</p>" if claim else "",
-        "TABLES": score_tables(rows, styles, list(runs), baseline),
-        "NOTES": "".join(f"<p>{html.escape(note)}</p>" for note in make_notes(rows, scaled, baseline)),
+        "TABLES": score_tables(rows, styles, list(runs), baselines, score),
+        "NOTES": "".join(f"<p>{html.escape(note)}</p>" for note in make_notes(rows, scaled, baselines, score)),
+        "HINT": HINT,
         "RUNS": run_list(runs, styles),
         "DATA": text,
         "POINTS": str(POINTS),
@@ -312,20 +320,27 @@ def main(args):
     try:
         runs = read_folder(args.folder)
         styles = method_styles({method for by_method in runs.values() for method in by_method})
-        if args.baseline not in (None, *styles):
-            fail(f"--baseline {args.baseline} has no run in {args.folder}, accepted: {', '.join(styles)}")
-        label = args.baseline or "ppo"
-        rows, scaled = make_scores(runs, label, args.threshold)
-        baseline = method_name(label) if label in styles else None
-        if not baseline:
-            print(f"no run of {label} to compare with, see --baseline", file=sys.stderr)
+        baselines = [label for label in ("ppo", "sprl") if label in styles][: len(styles) - 1]  # of two methods one
+        if args.baseline is not None:
+            baselines = args.baseline.split(",")
+        for label in baselines:
+            if label not in styles:
+                fail(f"--baseline {label} has no run in {args.folder}, accepted: {', '.join(styles)}")
+        if not baselines and len(styles) > 1:
+            print("no run of ppo or sprl to compare with, see --baseline", file=sys.stderr)
+        rows, scaled = make_scores(runs, baselines, args.threshold)
         claim = read_claim(args.folder) if args.claim is None else args.claim
-        files = [os.path.join(args.folder, name) for name in ("scores.csv", "scores.md", "scores.png", "report.html")]
+        score = score_name(runs)
+        names = ("scores.csv", "scores.md", "report.html", "scores.png")
+        files = [os.path.join(args.folder, name) for name in names]
         write_csv(files[0], rows)
-        write_markdown(rows, scaled, baseline, claim, files[1])
-        draw_scores(rows, styles, baseline, files[2])
+        write_markdown(rows, scaled, baselines, score, claim, files[1])
         title = f"SPRL: {Path(args.folder).resolve().name}"
-        Path(files[3]).write_text(make_page(runs, rows, scaled, baseline, title, claim), encoding="utf-8")
+        Path(files[2]).write_text(make_page(runs, rows, scaled, baselines, title, claim), encoding="utf-8")
+        if any(row["final_iqm_low"] is not None for row in rows):
+            draw_scores(rows, styles, baselines, score, files[3])
+        else:  # single points say less than the table; nor may an older picture stay
+            Path(files.pop()).unlink(missing_ok=True)
     except OSError as error:  # no permission, full disk
         fail(first_line(error))
     except KeyboardInterrupt:

@@ -81,16 +81,19 @@ def run_scores(runs, threshold=None):
     return scores
 
 
-def estimates(method, baseline):
-    """Interquartile mean and probability of improvement of both scores with intervals; one {score: array} per task,
-    baseline None for the baseline itself. One run against another is no probability."""
+def estimates(method, baselines):
+    """Interquartile mean of both scores, and probability of improvement over every baseline, with intervals; one
+    {score: array} per task, of a baseline None if there is nothing to compare. One run against another is no
+    probability."""
     row = {}
     for score in ("final", "auc"):
         tasks = [task[score] for task in method]
-        found = {"iqm": (pooled_iqm(tasks), interval(pooled_iqm, tasks)), "improvement": (None, None)}
-        others = [task[score] for task in baseline or ()]
-        if others and min(map(len, tasks + others)) > 1:
-            found["improvement"] = improvement(tasks, others), interval(improvement, tasks, others)
+        found = {"iqm": (pooled_iqm(tasks), interval(pooled_iqm, tasks))}
+        for label, baseline in baselines.items():
+            others, name = [task[score] for task in baseline or ()], f"improvement_{label}"
+            found[name] = None, None
+            if others and min(map(len, tasks + others)) > 1:
+                found[name] = improvement(tasks, others), interval(improvement, tasks, others)
         for name, (value, bounds) in found.items():
             low, high = (None, None) if bounds is None else bounds
             row |= {f"{score}_{name}": value, f"{score}_{name}_low": low, f"{score}_{name}_high": high}
@@ -107,7 +110,7 @@ def common_scale(by_score):
     return scaled
 
 
-def make_scores(runs, baseline="ppo", threshold=None):
+def make_scores(runs, baselines=("ppo",), threshold=None):
     """Rows of the table, one per task and method, then one over all tasks per method that has enough seeds of each;
     None where there is no number. Also whether these last are of scaled returns: they are unless all lie in [-1, 1]."""
     scores, rows = run_scores(runs, threshold), []
@@ -120,8 +123,8 @@ def make_scores(runs, baseline="ppo", threshold=None):
             middle = np.inf if goal is None else np.median(found["steps_to"])  # infinite unless most seeds get there
             row["steps_to"] = None if np.isinf(middle) else int(middle)
             row["reached"] = int(np.isfinite(found["steps_to"]).sum())
-            other = by_score.get(baseline) if method != baseline else None
-            rows.append(row | estimates([found], [other] if other else None))
+            others = {b: [by_score[b]] if b in by_score and b != method else None for b in baselines}
+            rows.append(row | estimates([found], others))
     tasks = [by_score for _, _, by_score in scores.values()]
     methods = [m for m in tasks[0] if all(m in task and len(task[m]["final"]) >= MIN_SEEDS for task in tasks)]
     seeds = min((len(task[method]["final"]) for task in tasks for method in methods), default=0)
@@ -129,7 +132,7 @@ def make_scores(runs, baseline="ppo", threshold=None):
     scaled = any(abs(found["final"]).max() > 1 for task in shared for found in task.values())
     shared = [common_scale(task) if scaled else task for task in shared]
     for method in methods if min(len(shared), len(methods)) > 1 else ():
-        others = [task[baseline] for task in shared] if method != baseline and baseline in methods else None
+        others = {b: [task[b] for task in shared] if b in methods and b != method else None for b in baselines}
         row = {"env": ALL, "method": method, "seeds": seeds * len(shared), "tasks": len(shared)}
         rows.append(row | estimates([task[method] for task in shared], others))
     return rows, scaled

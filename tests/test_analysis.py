@@ -283,7 +283,7 @@ def test_your_own_script(checkpoint, tmp_path, capsys):
     curves.main(curves.Export((path,), str(tmp_path / "out"), script=str(own)))
     curves.main(curves.Export((path,), str(tmp_path / "out"), script=str(own), label="k3"))
     env_id = checkpoint["args"]["env_id"]
-    assert sorted(os.listdir(tmp_path / "out")) == [f"{env_id}__k3__s1.csv", f"{env_id}__my-sprl__s1.csv"]
+    assert sorted(os.listdir(tmp_path / "out")) == [f"{env_id}__k3__s1.csv", f"{env_id}__my_sprl__s1.csv"]
     changed = own.with_name("my_other.py")
     changed.write_text(
         own.read_text().replace("def make_envs(args):", "def make_envs(args):\n    raise KeyError('mine')")
@@ -432,7 +432,7 @@ def test_labels():
     assert curves.method_label("ppo_eco.py", {"bonus_scale": 0.3}) == "eco"
     assert curves.method_label("ppo_eco.py", {"bonus_scale": 0.0}) == "ppo"
     assert curves.method_label("ppo_gtgrid.py", {"bonus_scale": 0.01}) == "gt-grid"  # as benchmark.sh calls it
-    assert curves.method_label("my_sprl 2.py", {}) == "my-sprl-2"
+    assert curves.method_label("_my__sprl 2.py", {}) == "my_sprl_2"  # two _ would end the name of the environment
     assert [curves.method_name(name) for name in ("gt-grid", "gt-sprl", "k5")] == ["GT-Grid", "GT-SPRL", "k5"]
 
 
@@ -510,7 +510,10 @@ def test_tables_and_figure(tmp_path, capsys):
 def test_bad_curves_are_refused(trained, tmp_path, capsys):
     assert str(tmp_path) in refused(curves.main, curves.Figure(str(tmp_path)), capsys)
     assert "--smooth 0" in refused(curves.main, curves.Figure(str(tmp_path), smooth=0), capsys)
-    assert "--label a/b" in refused(curves.main, curves.Export((str(trained),), str(tmp_path), "a/b"), capsys)
+    for label in ("a/b", "a__b", "_a", "a_"):
+        assert f"--label {label} is" in refused(
+            curves.main, curves.Export((str(trained),), str(tmp_path), label), capsys
+        )
     refused(curves.main, curves.Export((), str(tmp_path)), capsys)
     refused(curves.main, curves.Export((str(trained),), str(trained)), capsys)  # a file where the folder should be
     header = ",".join(curves.COLUMNS) + "\n"
@@ -565,6 +568,22 @@ def test_one_seed_among_means_is_thin(tmp_path, monkeypatch):
     both, alone = ([(line.get_linewidth(), line.get_linestyle()) for line in f.axes[0].lines] for f in drawn)
     assert both == [(0.9, "--"), (1.8, "-")] and alone == [(1.8, "--")]
     assert drawn[0].legends[0].get_title().get_text() == "mean and standard error over seeds; thin: one seed"
+
+
+def test_the_axis_says_success(tmp_path, monkeypatch):
+    """Only where the return is the success rate in every row of every run, as on Fetch; all 0 is any task's start."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    for returns, successes, label in (
+        ((0.25, 0.5), (0.25, 0.5), "success rate"),
+        ((0.25, 0.5), (0.25, 0.625), "episode return"),
+        ((0.0, 0.0), (0.0, 0.0), "episode return"),
+    ):
+        rows = [{"step": 50 * i + 50, "return": returns[i], "success": successes[i]} for i in range(2)]
+        curves.write_run(tmp_path / "Reach__ppo__s1.csv", rows, {"command": "python x.py", "commit": "c0"})
+        curves.main(curves.Figure(str(tmp_path)))
+        assert drawn.pop().axes[0].get_ylabel() == label
+        assert f"| final {'success' if 'succ' in label else 'return'} | area |" in (tmp_path / "table.md").read_text()
 
 
 def test_the_claim_stays(tmp_path):

@@ -177,6 +177,8 @@ REFUSED = [
     ("quick --python nowhere/python", "nowhere/python"),
     ("dmlab --engine doom", "--engine: invalid choice: 'doom' (choose from"),
     ("dmlab --engine", "--engine"),
+    ("quick --with", "--with"),
+    ("quick --with nowhere/my_sprl.py", "--with nowhere/my_sprl.py, accepted: a file NAME.py"),
 ]
 
 
@@ -270,6 +272,44 @@ def test_the_papers_own_settings(tree):
     assert weights == ["0.001", "0.001", "0.01"]  # ICM's is ours, of a divided bonus
 
 
+@pytest.fixture
+def mine(tmp_path):
+    """A folder of the user's with a script in it."""
+    folder = tmp_path / "of mine"
+    folder.mkdir()
+    shutil.copy(ROOT / "ppo_sprl_minigrid.py", folder / "my_sprl.py")
+    return folder
+
+
+def test_your_script_is_a_method(tree, mine):
+    """On every environment once, with its flags and no method's; it is named from where the user is."""
+
+    def chosen(flags):
+        lines = tree(f"{flags} --dry-run --seeds 1 --with my_sprl.py", cwd=mine).stdout.splitlines()
+        return [shlex.split(line)[1:] for line in lines]
+
+    *ours, command = chosen("quick")
+    flags = f"--env-id {FOUR_ROOMS} --seed 1 --total-timesteps 250000 --run-name quick__{FOUR_ROOMS}__my_sprl__s1"
+    assert command == [str(mine / "my_sprl.py"), *flags.split()] and len(ours) == 2
+    assert len(chosen("minigrid")) == 24 and len(chosen("minigrid --only my_sprl")) == 4
+    assert len(chosen("minigrid --only ppo,my_sprl,KeyDoors-7x7")) == 2
+    worlds = [words[2] for words in chosen("atari --only my_sprl")]
+    assert len(worlds) == 6 == len(set(worlds))  # Montezuma's Revenge has two lists of methods
+    assert all(words[7:9] == ["--engine", "labmaze"] for words in chosen("dmlab --only my_sprl"))
+    assert ["--action-noise", "0.003", "--n-substeps", "2"] == chosen("fetch-sparsity --only my_sprl")[0][7:11]
+    shutil.copy(mine / "my_sprl.py", tree.folder / "other.py")
+    (command,) = tree("quick --dry-run --seeds 1 --only other --with other.py", cwd=tree.folder).stdout.splitlines()
+    assert shlex.split(command)[1] == "other.py"  # a path that moves with the folder
+
+
+def test_your_script_needs_a_name_of_its_own(tree, mine):
+    for name in ("sprl.py", "PPO.py", "k3.py", "my__sprl.py", "_my.py", "my_.py", "my sprl.py", "-my.py", "my_sprl"):
+        shutil.copy(mine / "my_sprl.py", mine / name)
+        result = tree(f"quick --dry-run '--with=my_sprl.py,{name}'", cwd=mine)
+        assert result.returncode == 2 and result.stderr.startswith(f"benchmark.sh: error: --with {name}, accepted: ")
+        assert result.stderr.count("\n") == 1 and not result.stdout
+
+
 def test_ablations_are_the_papers(tree):
     """Stacks of 0, 1 and 5 = k at the best settings of the other ablations; the true RNet on all four tasks."""
     lines = tree("ablation-stack --dry-run --seeds 1").stdout.splitlines()
@@ -309,8 +349,8 @@ def test_runs_everything_once_and_draws(tree):
     assert result.returncode == 0, result.stderr
     assert sorted(tree.started()) == QUICK and "4 done, 0 running, 0 failed of 4" in result.stdout
     assert Counter(tree.lines("analysed")) == Counter(
-        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out {folder} --label {label}"
-         for one, two, label in ((PPO_1, PPO_2, "ppo"), (SPRL_1, SPRL_2, "sprl"))]
+        [f"analysis/curves.py export runs/{one}/agent.pt runs/{two}/agent.pt --out {folder} --label {label} "
+         "--script ppo_sprl_minigrid.py" for one, two, label in ((PPO_1, PPO_2, "ppo"), (SPRL_1, SPRL_2, "sprl"))]
         + [f"analysis/curves.py figure {folder} --rnet-accuracy --claim SPRL learns faster than PPO.",
            f"analysis/report.py {folder} --claim SPRL learns faster than PPO."]
     )  # fmt: skip
@@ -592,14 +632,22 @@ def test_time_left_counts_steps_not_runs(tree):
 
 
 # FOR REAL ############################################################################################################
-def test_real_run_ends_with_figure_and_table(tree):
-    result = tree("quick --only ppo --seeds 1 --steps 3072", python=sys.executable)
-    assert result.returncode == 0, result.stderr
+def test_real_run_ends_with_figure_and_table(tree, mine):
+    """A user's copy of SPRL's script, whose checkpoints say sprl, stands as my_sprl beside an earlier run of PPO."""
     folder = tree.folder / "runs/results/quick-3072"
+    tree.write(
+        folder / f"{FOUR_ROOMS}__ppo__s1.csv", "step,return,success,length,cost_rate,rnet_accuracy\n3072,0.5,,,,\n"
+    )
+    flags = "quick --with my_sprl.py --only my_sprl --seeds 1 --steps 3072"
+    result = tree(flags, python=sys.executable, cwd=mine)
+    assert result.returncode == 0, result.stderr
     table = (folder / "table.md").read_text()
     assert table.startswith("The paper's claim: SPRL learns faster than PPO.\n") and table in result.stdout
-    assert re.search(r"\| ppo \| 0\.\d+ \| 0\.\d+ \| 1 \| 3,072 \|", table)
-    assert {path.name for path in folder.iterdir()} >= {"curves.png", "scores.md", "scores.png", "report.html"}
+    assert re.findall(r"\| (\w+) \| 0\.\d+ \| 0\.\d+ \| 1 \| 3,072 \|", table) == ["ppo", "my_sprl"]
+    scores = (folder / "scores.md").read_text()
+    assert "| my_sprl | 1 |" in scores and "P(better than PPO), area" in scores
+    assert '"label":"my_sprl"' in (folder / "report.html").read_text()
+    assert {path.name for path in folder.iterdir()} >= {"curves.png", "scores.md", "report.html"}
     assert (folder / "curves.png").stat().st_size > 10_000
 
 
@@ -648,6 +696,19 @@ def test_slurm_submits_what_is_left(tree, tmp_path):
     again = tree("quick --steps 400 --slurm", env=env)
     assert again.returncode == 0 and "figure, tables and report: runs/results/quick-400" in again.stdout
     assert tree.started() == [] and not (tree.folder / "sbatch-flags").exists()
+
+
+def test_slurm_runs_your_script(tree, mine, tmp_path):
+    """The array's tasks start elsewhere than where the user named it, and count it with the others."""
+    tree.write("../bin/sbatch", '#!/bin/bash\nprintf "%s\\n" "$@" > sbatch-flags\n')
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    assert tree("quick --seeds 1 --steps 400 --slurm --with my_sprl.py", env=env, cwd=mine).returncode == 0
+    flags = tree.lines("sbatch-flags")
+    assert "--array=1,2,3" in flags
+    task = subprocess.run(["bash", "-c", flags[-1]], cwd=tree.folder, env=env | {"SLURM_ARRAY_TASK_ID": "3"})
+    assert task.returncode == 0 and tree.started() == [SPRL_1.replace("sprl", "my_sprl")]
+    assert tree.lines("started")[0].startswith(f"{mine}/my_sprl.py ")
 
 
 def test_slurm_splits_what_is_too_long_for_one_array(tree, tmp_path):

@@ -178,10 +178,11 @@ def test_table_by_hand(folder, capsys):
         "0.45",
     )  # the median of 100 and two never
     assert (rows["Maze-11-v0", "sprl"]["steps_to"], rows["Maze-11-v0", "sprl"]["reached"]) == ("100", "3")
-    assert ppo["final_iqm"] == "0.25" and ppo["final_improvement"] == ""
-    assert sprl["final_improvement"] == "0.8333"  # 0.3 has 2.5 of four, 0.5 all, 0.4 has 3.5: 10 of 12
+    assert ppo["final_iqm"] == "0.25" and ppo["final_improvement_ppo"] == ""
+    assert sprl["final_improvement_ppo"] == "0.8333"  # 0.3 has 2.5 of four, 0.5 all, 0.4 has 3.5: 10 of 12
     text = (folder / "scores.md").read_text(encoding="utf-8")
     assert "| SPRL | 3 | 0.400 ± 0.058 | 0.400 ± 0.058 | > 100 (1 of 3) | 0.400 [0.300, 0.500] |" in text
+    assert "P(better than PPO), area |" in text and "than SPRL" not in text  # that is 1 - what PPO's column says
     with Image.open(folder / "scores.png") as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(image.width * image.height)}
     assert {(0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)} <= colours
@@ -194,7 +195,8 @@ def test_pool_by_hand(folder):
     assert {(row["seeds"], row["tasks"]) for row in rows.values()} == {("6", "2")}
     assert rows["sprl"]["final_iqm"] == "0.6"  # of 0.4, 0.5, 0.7, 0.8
     assert rows["ppo"]["final_iqm"] == "0.125"  # of 0.1, 0.1, 0.1, 0.2
-    assert rows["sprl"]["final_improvement"] == "0.9722"  # (8.5 / 9 + 1) / 2
+    assert rows["sprl"]["final_improvement_ppo"] == "0.9722"  # (8.5 / 9 + 1) / 2
+    assert rows["ppo"]["final_improvement_ppo"] == ""  # it is not compared with itself
     low, high = float(rows["sprl"]["final_iqm_low"]), float(rows["sprl"]["final_iqm_high"])
     draws = itertools.product(every_draw([0.3, 0.5, 0.4]), every_draw([0.7, 0.9, 0.8]))
     exact = exact_interval([scores.pooled_iqm(draw) for draw in draws])
@@ -205,13 +207,33 @@ def test_pool_by_hand(folder):
     assert "All tasks" not in (folder / "scores.md").read_text(encoding="utf-8"), "two seeds are too few to pool"
 
 
+def test_your_method_against_ppo_and_sprl(folder):
+    """A third method is compared with both, by hand: 0.35 beats 3 of PPO's and 1 of SPRL's, 0.45 all 4 and 2 of 3."""
+    for seed, value in enumerate((0.35, 0.45, 0.45), 1):
+        write_csv(folder, f"Maze-7-v0__my_sprl__s{seed}", [(50, value), (100, value)])
+    report.main(report.Args(str(folder)))
+    rows = {row["method"]: row for row in csv.DictReader((folder / "scores.csv").open()) if row["env"] == "Maze-7-v0"}
+    found = {name: (row["final_improvement_ppo"], row["auc_improvement_sprl"]) for name, row in rows.items()}
+    assert found == {"sprl": ("0.8333", ""), "ppo": ("", "0.1667"), "my_sprl": ("0.9167", "0.5556")}  # 11/12, 5/9
+    text, page = ((folder / name).read_text(encoding="utf-8") for name in ("scores.md", "report.html"))
+    assert "P(better than PPO), final return | P(better than SPRL), final return | IQM of area |" in text
+    assert re.search(r"\| my_sprl \| 3 \|.*\| 0\.92 \[.*\] \| 0\.56 \[.*\| 0\.92 \[.*\] \| 0\.56 \[.*\] \|\n", text)
+    assert "beats a run of PPO or of SPRL;" in text and page.count('<th scope="col">P(better than SPRL), area') == 3
+    assert {"label": "my_sprl", "colour": curves.OTHERS[0], "dash": ""} in json.loads(Page(page).scripts[0])["methods"]
+    report.main(report.Args(str(folder), baseline="my_sprl"))
+    text = (folder / "scores.md").read_text(encoding="utf-8")
+    assert "P(better than my_sprl), area" in text and "better than PPO" not in text
+
+
 def test_one_seed_other_methods_and_lengths(folder, capsys):
     """The ablation has one seed and no Maze-11, and its steps after 100 do not count."""
     write_csv(folder, "Maze-7-v0__k5__s1", [(50, 0.9), (100, 0.9), (200, 5.0)])
     report.main(report.Args(str(folder)))
     assert capsys.readouterr().err == "Maze-7-v0: runs of 100 to 200 steps, cut to 100\n"
     text = (folder / "scores.md").read_text(encoding="utf-8")
-    assert "| k5 | 1 | 0.900 | 0.900 | 100 | 0.900 [–] | – | 0.900 [–] | – |" in text  # one run is no probability
+    assert (
+        "| k5 | 1 | 0.900 | 0.900 | 100 | 0.900 [–] | – | – | 0.900 [–] | – | – |" in text
+    )  # one run is no probability
     assert "threshold 0.720." in text  # 80 % of 0.9
     pooled = text.split("### All tasks")[1].split("###")[0]
     assert "| SPRL |" in pooled and "| PPO |" in pooled and "k5" not in pooled
@@ -232,7 +254,11 @@ def test_without_the_baseline(folder, capsys):
     for path in folder.glob("*__ppo__*"):
         path.unlink()
     report.main(report.Args(str(folder)))
-    assert capsys.readouterr().err == "no run of ppo to compare with, see --baseline\n"
+    assert not capsys.readouterr().err, "a single method is compared with nothing"
+    for path in folder.glob("*__sprl__*"):
+        path.rename(path.with_name(path.name.replace("sprl", f"k{path.stem[-1]}")))
+    report.main(report.Args(str(folder)))
+    assert capsys.readouterr().err == "no run of ppo or sprl to compare with, see --baseline\n"
     for name in ("scores.md", "report.html"):
         assert "P(better" not in (folder / name).read_text(encoding="utf-8")
 
@@ -246,7 +272,31 @@ def test_tasks_of_other_scales_are_scaled(tmp_path):
     rows, scaled = scores.make_scores(curves.read_folder(tmp_path))
     pooled = {row["method"]: row["final_iqm"] for row in rows if row["env"] == scores.ALL}
     assert scaled and pooled == {"sprl": 0.625, "ppo": 0.1875}  # of 0.5, 0.5, 0.5, 1 and of 0, 0.25, 0.25, 0.25
-    assert "scaled in each task" in report.make_notes(rows, scaled, "PPO")[-1]
+    assert "scaled in each task" in report.make_notes(rows, scaled, ["ppo"])[-1]
+
+
+def test_single_points_are_not_drawn(folder):
+    """A point without an interval says no more than the table; nor does a picture of earlier runs stay."""
+    report.main(report.Args(str(folder)))
+    assert (folder / "scores.png").exists()
+    for path in folder.glob("*__s[34].csv"):
+        path.unlink()
+    report.main(report.Args(str(folder)))
+    assert not (folder / "scores.png").exists() and (folder / "report.html").exists()
+
+
+def test_success_is_called_success(folder):
+    """In this folder the return is the success rate in all rows, as on Fetch; one row less, and it is a return."""
+    report.main(report.Args(str(folder)))
+    text, page = ((folder / name).read_text(encoding="utf-8") for name in ("scores.md", "report.html"))
+    assert "| IQM of final success | P(better than PPO), final success |" in text and "the mean success over" in text
+    assert [metric["label"] for metric in json.loads(Page(page).scripts[0])["metrics"]] == ["success rate"]
+    assert "return" not in text + page.split("<script")[0]
+    write_csv(folder, "Maze-7-v0__ppo__s4", [(50, 0.4), (100, 0.9)], success=0.4)
+    report.main(report.Args(str(folder)))
+    text, page = ((folder / name).read_text(encoding="utf-8") for name in ("scores.md", "report.html"))
+    labels = [metric["label"] for metric in json.loads(Page(page).scripts[0])["metrics"]]
+    assert labels == ["episode return", "success rate"] and "success" not in text
 
 
 # PAGE ################################################################################################################
@@ -286,7 +336,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>&amp;@@DATA@@\"'`|<!--"
 
 def make_page(folder):
     runs = curves.read_folder(folder)
-    return report.make_page(runs, *scores.make_scores(runs), "PPO", "Mazes")
+    return report.make_page(runs, *scores.make_scores(runs), ["ppo"], "Mazes")
 
 
 def test_page_embeds_the_curves(folder):
@@ -336,7 +386,7 @@ def test_page_needs_no_network_and_runs_nothing_from_files(folder, capsys):
     table = (folder / "scores.md").read_text(encoding="utf-8")
     assert "<" not in table and html.escape(HOSTILE.replace("/", ""), quote=False).split("`")[0] in table
     columns = {line.replace("\\|", "").count("|") for line in table.split("### Maze-7")[1].split("###")[0].splitlines()}
-    assert columns == {0, 10}
+    assert columns == {0, 12}
 
 
 def test_every_run_has_its_command(folder):
@@ -353,7 +403,7 @@ def test_page_of_200_runs_is_small(tmp_path):
     runs = curves.read_folder(tmp_path)
     table = scores.make_scores(runs)
     runs["Maze"]["sprl"] *= 200
-    text = report.make_page(runs, *table, None, "Many")
+    text = report.make_page(runs, *table, [], "Many")
     assert len(text) < 600_000
 
 
@@ -398,6 +448,14 @@ def test_page_in_a_browser(folder, tmp_path_factory):
     const press = key => document.querySelector(".plot").dispatchEvent(new KeyboardEvent("keydown", { key }));
     const keys = ["End", "PageDown", "PageDown", "ArrowLeft"];
     seen.start = lines();
+    const hints = width => { // how many show, and how wide the page then is
+      document.body.style.width = width + "px"; render();
+      const shown = [...document.querySelectorAll(".hint")].filter(hint => !hint.hidden).length;
+      return [shown, document.body.scrollWidth];
+    };
+    seen.hints = [hints(1600), hints(390)];
+    $("matrix").click(); seen.hints.push(hints(1600), hints(390)); $("matrix").click();
+    document.body.style.width = ""; render();
     for (const key of keys) press(key); seen.smooth = read();
     seen.tip = document.querySelector(".tip").innerText;
     $("window").value = 1; $("window").dispatchEvent(new Event("input"));
@@ -428,6 +486,12 @@ def test_page_in_a_browser(folder, tmp_path_factory):
     assert seen["method"] == [2, 3, 9, 4]  # without PPO
     assert seen["task"] == [1, 2, 6, 3]  # without Maze-11, but for the pool of all tasks
     assert seen["matrix"] == [2, 2, 6, 3] and seen["accuracy"] == [2, 1, 3, 3]
+    assert seen["hints"] == [
+        [0, 1600],
+        [3, 390],
+        [0, 1600],
+        [4, 390],
+    ]  # three tables and the grid scroll
     assert seen["pressed"] == "false" and seen["nothing"] == "Every method is switched off."
     runs, found = curves.read_folder(folder)["Maze-7-v0"]["eco"], []
     for name, window in (("smooth", 3), ("raw", 1)):

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import BATCH, CANONICAL, ORACLE, PPO, ROOT, SPRL, assert_same_parameters, load, parameters, steps
+from PIL import Image
 
 CHECKPOINT = "runs/small/agent.pt"
 ENDLESS = steps(10**6)
@@ -94,11 +96,25 @@ def test_interval_of_checkpoints(run, monkeypatch):
 
 
 def test_without_git(run, monkeypatch, tmp_path):
-    """A copy outside of any repository: the commit is unknown."""
+    """A copy outside of any repository: git's own words stand where the commit would."""
     copy = tmp_path / CANONICAL
     copy.write_text((ROOT / CANONICAL).read_text())
     run(PPO + steps(1), copy)
-    assert torch.load(CHECKPOINT, weights_only=True)["commit"] == "unknown"
+    assert torch.load(CHECKPOINT, weights_only=True)["commit"].startswith("fatal: not a git repo")
+
+
+def test_video_at_every_checkpoint(run, monkeypatch, tmp_path):
+    """A GIF of one episode in the run's folder, and in W&B."""
+    logged, wandb = (
+        [],
+        SimpleNamespace(init=lambda **_: None, Video=lambda path: path, log=lambda row: logged.append(row)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run(f"{PPO} --capture-video --track --checkpoint-interval {BATCH}{steps(1)}")
+    video = f"runs/small/{BATCH}.gif"
+    assert logged == [{"video": video}]
+    with Image.open(tmp_path / video) as frames:
+        assert 2 <= frames.n_frames <= 21  # the first observation and at most 20 steps
 
 
 def test_run_too_short_for_an_episode(run, capfd, tmp_path):
