@@ -172,6 +172,8 @@ def load_run(path, episodes, seed, script=None, device="cpu"):
         envs = domain.make_envs(args)
         agent = domain.make_agent(envs, args).to(device)
         agent.load_state_dict(checkpoint["agent"])
+        for name, scale in checkpoint.get("scales", {}).items():  # of export_agent.py: 8 bits and a scale per row
+            agent.get_parameter(name).data *= scale.to(device)
     except Exception as error:
         fail(f"{path} does not fit today's {os.path.basename(script.__file__)} ({first_line(error)})")
     quotas = np.full(envs.num_envs, episodes // envs.num_envs)

@@ -3,6 +3,7 @@
     python analysis/evaluate.py runs/<name>/agent.pt                              # 100 episodes, actions as in training
     python analysis/evaluate.py runs/<name>/agent.pt --greedy --video agent.gif   # most likely actions, and a GIF
     python analysis/evaluate.py runs/<name>/agent.pt --script my_sprl.py          # of your own script
+    python analysis/evaluate.py results/agents/MiniGrid-KeyDoors-7x7-v0__sprl__s1.pt --video agent.gif    # of ours
 
 Args, make_envs and make_agent are taken from the script. A checkpoint names it, but chooses only among ours.
 """
