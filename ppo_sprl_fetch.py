@@ -227,9 +227,8 @@ class FlatAgent(nn.Module):
 def make_agent(envs, args):
     sizes = (*envs.single_observation_space.shape, 256, 256, 256, 256)  # the paper's: four FC(256) with ReLU
     layers = [nn.Sequential(layer_init(nn.Linear(*pair)), nn.ReLU()) for pair in zip(sizes, sizes[1:])]
-    if args.env_id not in STATE_SIZES:
-        layers.insert(0, nn.BatchNorm1d(sizes[0], momentum=None, affine=False).eval())  # by the means of all rollouts
-    return FlatAgent(nn.Sequential(*layers), 256, envs.single_action_space)
+    first = [] if args.env_id in STATE_SIZES else [nn.BatchNorm1d(sizes[0], momentum=None, affine=False).eval()]
+    return FlatAgent(nn.Sequential(*first, *layers), 256, envs.single_action_space)
 
 
 def gae(rewards, values, terminations, dones, gamma, gae_lambda):
@@ -262,8 +261,9 @@ class StateRNet(nn.Module):
         obs = self.standardize(obs)
         return torch.stack([self.early(obs), self.late(obs)], 1)
 
-    def compare(self, early, late):  # (B, hidden), (B, hidden) -> (B,) logits
-        return self.head(early + late).squeeze(-1)
+    def compare(self, early, late):  # (..., hidden), (..., hidden) -> (...) logits
+        pairs = early + late
+        return self.head(pairs.flatten(0, -2)).view(pairs.shape[:-1])
 
 
 def make_rnet(envs, args):
@@ -368,13 +368,13 @@ def ksp_cost(rnet, embeddings, segment_steps, gaps, percentile):
 # CHECKPOINTS #########################################################################################################
 def save_checkpoint(path, learned, **progress):
     """Writes beside the old file and renames, so that there is a whole checkpoint at every moment."""
-    torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, f"{path}.tmp")
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(progress | {name: part.state_dict() for name, part in learned.items()}, file)
     os.replace(f"{path}.tmp", path)
 
 
 def load_checkpoint(path, learned):
-    """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file, and compares
-    its checksums, which torch does not."""
+    """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file."""
     try:
         assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)

@@ -61,7 +61,7 @@ TABLE = {
     (ATARI, None): RNET | ON_ATARI | RARELY | dict(
         k=12, tolerance=1, num_tolerance_samples=200, cost_percentile=90.0, negative_bias=80, cost_scale=0.05,
         cost_bias=0.0, rnet_weight_decay=0.03, rnet_learning_rate=3e-4, rnet_triplets=2_500,
-        rnet_input="pixel-difference",
+        rnet_input="auto",
     ),
     (FETCH, None): RNET | ON_FETCH | RARELY | dict(
         ent_coef=0.001, k=10, tolerance=1, num_tolerance_samples=20, cost_percentile=90.0, negative_bias=12,
