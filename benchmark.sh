@@ -9,7 +9,7 @@
 #   ./benchmark.sh minigrid --slurm --sbatch "--partition=gpu --time=4:00:00 --mem=8G"
 #
 # --seeds N        seeds 1..N of every run (default: the paper's number for the block)
-# --workers W      runs at a time (default: the number of cores)
+# --workers W      runs at a time (default: the number of cores; on a GPU give as many as fit it)
 # --steps N        environment steps of every run (default: the block's); BLOCK then is BLOCK-N in all names below
 # --only A,B       only the methods and environments named, where both are named those methods on those environments;
 #                  an environment's name may be shortened
@@ -43,14 +43,13 @@ env MiniGrid-KeyDoors-7x7-v0 1000000
 env MiniGrid-KeyDoors-11x11-v0 2000000'
 figure_3='SPRL beats PPO, ECO, ICM and GT-Grid on all four tasks; the last three are near PPO at 7x7 (figure 3).'
 grid='--learning-rate 0.003 --ent-coef 0.01'
-icm='--forward-loss-weight 0.8 --icm-loss-scale 0.3'
 memory='--memory-size 200 --memory-percentile 90 --positive-bias 5' # ECO's everywhere
 # measured best on MiniGrid; the paper has 0.002 and 0.01, and the 90th percentile
 grid_sprl="ppo_sprl_minigrid.py --cost-scale 0.01 $grid --negative-bias 20 --positive-bias 5"
 grid_window='--k 2 --tolerance 1 --num-tolerance-samples 60 --cost-percentile 97'
 # the paper's own settings, which learn little here
 raw='--ent-coef 0.01 --encoding raw'
-raw_rnet='--negative-bias 20 --rnet-triplets 15000 --rnet-learning-rate 0.0003'
+raw_rnet='--negative-bias 20 --rnet-triplets 15000 --rnet-learning-rate 0.0003 --rnet-batch-size 64'
 minigrid="
 block minigrid 6 $figure_3
 $grids
@@ -58,7 +57,7 @@ run ppo ppo_sprl_minigrid.py --cost-scale 0 $grid
 run sprl $grid_sprl $grid_window
 # measured best; the paper has 0.001 for ECO, and for ICM 0.1 of a bonus that is not divided by its mean
 run eco ppo_eco.py --bonus-scale 0.3 $grid --bonus-bias 0.5 --k 3 --negative-bias 20 $memory
-run icm ppo_icm.py --bonus-scale 0.001 $grid $icm
+run icm ppo_icm.py --bonus-scale 0.001 $grid
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 $grid
 
 block minigrid-paper 6 $figure_3
@@ -67,7 +66,7 @@ run ppo ppo_sprl_minigrid.py --cost-scale 0 --learning-rate 0.003 $raw
 run sprl ppo_sprl_minigrid.py --cost-scale 0.002 --learning-rate 0.01 $raw --k 2 --tolerance 1 \
   --num-tolerance-samples 60 --cost-percentile 90 --positive-bias 5 $raw_rnet
 run eco ppo_eco.py --bonus-scale 0.001 --learning-rate 0.003 $raw --bonus-bias 0.5 --k 3 $memory $raw_rnet
-run icm ppo_icm.py --bonus-scale 0.001 --learning-rate 0.003 $raw $icm # our weight: theirs is of another bonus
+run icm ppo_icm.py --bonus-scale 0.001 --learning-rate 0.003 $raw # our weight: theirs is of another bonus
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 --learning-rate 0.003 $raw
 
 block quick 2 SPRL learns faster than PPO.
@@ -117,7 +116,7 @@ run ppo ppo_sprl_atari.py --cost-scale 0 $flags
 run sprl ppo_sprl_atari.py --cost-scale 0.05 $flags --k 12 --tolerance 1 --num-tolerance-samples 200 \
   --negative-bias 80 --positive-bias 5
 run eco ppo_eco.py --bonus-scale 0.001 --bonus-bias 0.5 $flags --k 12 --negative-bias 80 $memory
-run icm ppo_icm.py --bonus-scale 0.001 $flags --forward-loss-weight 0.8 --icm-loss-scale 1
+run icm ppo_icm.py --bonus-scale 0.001 $flags
 env MontezumaRevenge-v5 10000000
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 $flags --cell-size 16 # not in the paper
 "
@@ -137,7 +136,7 @@ run ppo ppo_sprl_dmlab.py --cost-scale 0 --learning-rate 0.00019 --ent-coef 0.00
 run sprl $sprl --k 10 --tolerance 1 --stack-observations 0
 run eco ppo_eco.py --bonus-scale 0.03 --bonus-bias 0.5 --k 5 --negative-bias 20 $memory $flags \
   --ent-coef 0.0021
-run icm ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 0.96 --icm-loss-scale 64 $flags \
+run icm ppo_icm.py --bonus-scale 0.001 $flags \
   --ent-coef 0.0042
 run gt-grid ppo_gtgrid.py --bonus-scale 0.0525 --cell-size 30 $flags --ent-coef 0.0066
 
@@ -170,7 +169,7 @@ methods="run ppo ppo_sprl_fetch.py --cost-scale 0 --learning-rate 0.0005 --ent-c
 run sprl ppo_sprl_fetch.py --cost-scale 0.0005 --cost-bias 1 --k 10 --tolerance 1 --num-tolerance-samples 20 \
   --negative-bias 12 --positive-bias 5 $flags
 run eco ppo_eco.py --bonus-scale 0.0001 --bonus-bias 1 --k 10 --negative-bias 12 $memory $flags
-run icm ppo_icm.py --bonus-scale 0.001 --forward-loss-weight 0.8 --icm-loss-scale 1 $flags"
+run icm ppo_icm.py --bonus-scale 0.001 $flags"
 fetch="
 block fetch 4 SPRL beats PPO, ECO and ICM on Push, Slide and PickAndPlace; on Reach all are alike (figure 6).
 env FetchReach-v4 1000000 --action-noise 0.003

@@ -49,11 +49,11 @@ class Args:
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
     checkpoint_interval: int = 100_000  # environment steps between checkpoints; one more at the end and on Ctrl-C
-    capture_video: bool = False  # also a GIF of one episode at every checkpoint, by analysis/evaluate.py
+    capture_video: bool = False  # also a GIF of one episode at each interval, by analysis/evaluate.py
     resume: str | None = None  # path of an agent.pt to go on from; its settings hold unless a flag says otherwise
 
     # PPO
-    env_id: str = "MiniGrid-FourRooms-7x7-v0"  # or any id that a script ppo_sprl_*.py runs
+    env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also any other grid world, Atari game, Fetch or DMLab task
     total_timesteps: int = 500_000  # environment steps of the experiment
     learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
     num_envs: int = 12  # parallel environments (paper: 12)
@@ -83,24 +83,20 @@ class Args:
     # ICM
     bonus_scale: float = 0.001  # weight of the bonus, whose mean is 1; 0 is plain PPO (paper: 0.1, not divided)
     bonus_clip: float = 5.0  # largest bonus before it is weighted
-    forward_loss_weight: float = 0.8  # share of the forward model in ICM's loss; the inverse has the rest (paper: 0.8)
-    icm_loss_scale: float = 0.3  # weight of ICM's loss in the joint loss (paper: 0.3)
 
 
 DOMAINS = {  # how a domain's ids look, and its settings where they differ from the defaults, which are MiniGrid's
     "minigrid": ("MiniGrid-", {}),  # and what no other domain claims
     "fetch": ("Fetch", dict(
-        total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50, icm_loss_scale=1.0)),
-    "dmlab": ("explore_", dict(
-        total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0042, forward_loss_weight=0.96,
-        icm_loss_scale=64.0)),
+        total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50)),
+    "dmlab": ("explore_", dict(total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0042)),
     "atari": (".*-v5$", dict(
         total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3,
-        clip_rewards=True, icm_loss_scale=1.0)),
+        clip_rewards=True)),
 }  # fmt: skip
-SHOWN = ("charts/episodic_return", "charts/success_rate", "icm/bonus", "icm/forward_loss", "icm/inverse_loss")
+SHOWN = ("charts/episodic_return", "charts/success_rate", "icm/forward_error", "icm/inverse_loss")  # on bar and curve
 MAY_BE_0 = ("seed", "stack_observations")  # other whole numbers: from 1
-HIGHEST = {"gamma": 1, "gae_lambda": 1, "forward_loss_weight": 1}
+HIGHEST = {"gamma": 1, "gae_lambda": 1}
 
 
 def fail(message):
@@ -421,7 +417,8 @@ if __name__ == "__main__":
     if args.resume:
         load_checkpoint(args.resume, learned)
 
-    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
+    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}"
+    run_name = args.run_name = re.sub(r"[^\w.-]", "-", run_name)  # a resumed run keeps it
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{run_name}"
     try:
         os.makedirs(run_dir, exist_ok=bool(args.resume))
@@ -434,8 +431,8 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method, "config": asdict(args)}
-        wandb.init(project=args.wandb_project_name, resume="allow", sync_tensorboard=True, save_code=True, **names)
+        names = {"name": run_name, "id": run_name, "resume": "allow", "group": args.env_id, "job_type": method}
+        wandb.init(project=args.wandb_project_name, config=asdict(args), sync_tensorboard=True, save_code=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if args.resume else None)
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -534,8 +531,7 @@ if __name__ == "__main__":
                         phi, next_phi = phi.float(), next_phi.float()
                         forward_loss = icm.forward_error(phi.detach(), next_phi.detach(), b_actions[mb_inds]).mean()
                         inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
-                        weight = args.forward_loss_weight
-                        loss = loss + args.icm_loss_scale * (weight * forward_loss + (1 - weight) * inverse_loss)
+                        loss = loss + forward_loss + inverse_loss  # of other weights each, so Adam makes them equal
                         charts |= {"icm/forward_loss": forward_loss, "icm/inverse_loss": inverse_loss}
                     optimizer.zero_grad()
                     loss.backward()
@@ -567,11 +563,10 @@ if __name__ == "__main__":
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
-                    evaluate = [sys.executable, f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt"]
-                    video = ["--episodes", "1", "--script", __file__, "--video", f"{run_dir}/{global_step}.gif"]
-                    subprocess.run(evaluate + video, check=True)
+                    evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
+                    subprocess.run([sys.executable, *evaluate, "--episodes=1", f"--video={run_dir}/{global_step}.gif"])
                 if args.capture_video and args.track:
-                    wandb.log({"video": wandb.Video(video[-1])})
+                    wandb.log({"video": wandb.Video(f"{run_dir}/{global_step}.gif")})
     except KeyboardInterrupt:  # Ctrl-C or SIGTERM
         print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
     except OSError as error:  # a closed terminal, a full disk: what can be saved is saved

@@ -45,11 +45,11 @@ class Args:
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
     checkpoint_interval: int = 100_000  # environment steps between checkpoints; one more at the end and on Ctrl-C
-    capture_video: bool = False  # also a GIF of one episode at every checkpoint, by analysis/evaluate.py
+    capture_video: bool = False  # also a GIF of one episode at each interval, by analysis/evaluate.py
     resume: str | None = None  # path of an agent.pt to go on from; its settings hold unless a flag says otherwise
 
     # PPO
-    env_id: str = "FetchReach-v4"  # also FetchPush, FetchSlide, FetchPickAndPlace, or any world of flat states
+    env_id: str = "FetchReach-v4"  # also FetchPush, FetchSlide, FetchPickAndPlace, or a world of flat states
     total_timesteps: int = 1_000_000  # environment steps of the experiment
     learning_rate: float = 5e-4  # of the policy's Adam (paper: 5e-4)
     num_envs: int = 12  # parallel environments (paper: 12)
@@ -66,9 +66,9 @@ class Args:
     ent_coef: float = 0.001  # entropy bonus (paper: 0.001, for PPO 0.01)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the policy's gradient
-    max_episode_steps: int = 50  # time limit of an episode of 20 substeps a step, a truncation (paper: 50)
-    n_substeps: int = 20  # simulator steps per action; with fewer the time limit grows (paper's study: 2, 3, 4, 6)
-    action_noise: float = 0.003  # sigma of the Gaussian noise on actions (paper: 0.003, for SPRL not given)
+    max_episode_steps: int = 50  # Fetch: time limit of an episode of 20 substeps a step, a truncation (paper: 50)
+    n_substeps: int = 20  # Fetch: simulator steps per action; fewer, longer episodes (paper's study: 2, 3, 4, 6)
+    action_noise: float = 0.003  # Fetch: sigma of the Gaussian noise on actions (paper: 0.003, for SPRL not given)
 
     # SPRL
     cost_scale: float = 0.0005  # lambda, the weight of the k-SP cost; 0 is plain PPO (paper: 0.05)
@@ -166,7 +166,8 @@ def make_envs(args):
     if args.env_id in STATE_SIZES:
         return FetchRobots(args.env_id, args.num_envs, args.max_episode_steps, args.n_substeps, args.action_noise)
     try:  # any other world: its own rewards and time limit
-        envs = gym.wrappers.vector.FlattenObservation(gym.make_vec(args.env_id, num_envs=args.num_envs))
+        envs = gym.wrappers.vector.FlattenObservation(gym.make_vec(args.env_id, args.num_envs, render_mode="rgb_array"))
+        assert isinstance(envs.single_action_space, gym.spaces.Box | gym.spaces.Discrete), "neither Box nor Discrete"
         if isinstance(envs.single_action_space, gym.spaces.Box):
             envs = gym.wrappers.vector.ClipAction(envs)
         return gym.wrappers.vector.DtypeObservation(envs, np.float32)
@@ -183,15 +184,13 @@ class ReturnScaler(nn.Module):
         self.register_buffer("moments", torch.zeros(3, dtype=torch.float64))  # their number, sum and sum of squares
 
     def forward(self, rewards, valid, gamma):  # (T, N), (T, N)
-        sums = []
-        for reward, is_step in zip(rewards, valid):
+        sums = torch.zeros_like(rewards, dtype=torch.float64)
+        for t, (reward, is_step) in enumerate(zip(rewards, valid)):
             self.sums = torch.where(is_step, gamma * self.sums + reward, self.sums)
-            sums.append(self.sums * is_step)
-        sums = torch.stack(sums)
+            sums[t] = self.sums * is_step
         self.moments += torch.stack([valid.sum(), sums.sum(), sums.square().sum()])
         mean, mean_square = self.moments[1:] / self.moments[0]
-        deviation = (mean_square - mean**2).clamp(min=0).sqrt().float()
-        return torch.where(deviation > 0, rewards / deviation, rewards)
+        return rewards / (mean_square - mean**2).clamp(min=1e-16).sqrt().float()
 
 
 # AGENT ###############################################################################################################
@@ -227,8 +226,9 @@ class FlatAgent(nn.Module):
 def make_agent(envs, args):
     sizes = (*envs.single_observation_space.shape, 256, 256, 256, 256)  # the paper's: four FC(256) with ReLU
     layers = [nn.Sequential(layer_init(nn.Linear(*pair)), nn.ReLU()) for pair in zip(sizes, sizes[1:])]
-    first = [] if args.env_id in STATE_SIZES else [nn.BatchNorm1d(sizes[0], momentum=None, affine=False).eval()]
-    return FlatAgent(nn.Sequential(*first, *layers), 256, envs.single_action_space)
+    if args.env_id not in STATE_SIZES:
+        layers = [nn.BatchNorm1d(sizes[0], momentum=None, affine=False).eval(), nn.Hardtanh(-10, 10), *layers]
+    return FlatAgent(nn.Sequential(*layers), 256, envs.single_action_space)
 
 
 def gae(rewards, values, terminations, dones, gamma, gae_lambda):
@@ -437,7 +437,8 @@ if __name__ == "__main__":
     if args.resume:
         load_checkpoint(args.resume, learned)
 
-    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
+    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}"
+    run_name = args.run_name = re.sub(r"[^\w.-]", "-", run_name)  # a resumed run keeps it
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{run_name}"
     try:
         os.makedirs(run_dir, exist_ok=bool(args.resume))
@@ -450,8 +451,8 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method, "config": asdict(args)}
-        wandb.init(project=args.wandb_project_name, resume="allow", sync_tensorboard=True, save_code=True, **names)
+        names = {"name": run_name, "id": run_name, "resume": "allow", "group": args.env_id, "job_type": method}
+        wandb.init(project=args.wandb_project_name, config=asdict(args), sync_tensorboard=True, save_code=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if args.resume else None)
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -510,7 +511,7 @@ if __name__ == "__main__":
             if rnet and rnet_is_reliable:
                 total_rewards = total_rewards + args.cost_scale * (args.cost_bias - cost)  # Eq. 15, with a bias
             total_rewards = scaler(total_rewards, torch.from_numpy(valid).to(device), args.gamma)
-            if args.cost_bias:  # the time limit is an end, or the agent would be paid for not arriving
+            if rnet and args.cost_bias:  # the time limit is an end, or the agent would be paid for not arriving
                 terminations |= truncations
 
             # ADVANTAGE ###############################################################################################
@@ -617,11 +618,10 @@ if __name__ == "__main__":
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
-                    evaluate = [sys.executable, f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt"]
-                    video = ["--episodes", "1", "--script", __file__, "--video", f"{run_dir}/{global_step}.gif"]
-                    subprocess.run(evaluate + video, check=True)
+                    evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
+                    subprocess.run([sys.executable, *evaluate, "--episodes=1", f"--video={run_dir}/{global_step}.gif"])
                 if args.capture_video and args.track:
-                    wandb.log({"video": wandb.Video(video[-1])})
+                    wandb.log({"video": wandb.Video(f"{run_dir}/{global_step}.gif")})
     except KeyboardInterrupt:  # Ctrl-C or SIGTERM
         print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
     except OSError as error:  # a closed terminal, a full disk: what can be saved is saved

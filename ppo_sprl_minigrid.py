@@ -47,7 +47,7 @@ class Args:
     wandb_project_name: str = "sprl"  # the project in Weights & Biases
     run_name: str | None = None  # folder of this run below runs/ (default: environment, method, seed and time)
     checkpoint_interval: int = 100_000  # environment steps between checkpoints; one more at the end and on Ctrl-C
-    capture_video: bool = False  # also a GIF of one episode at every checkpoint, by analysis/evaluate.py
+    capture_video: bool = False  # also a GIF of one episode at each interval, by analysis/evaluate.py
     resume: str | None = None  # path of an agent.pt to go on from; its settings hold unless a flag says otherwise
 
     # PPO
@@ -490,7 +490,8 @@ if __name__ == "__main__":
     if args.resume:
         load_checkpoint(args.resume, learned)
 
-    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}-{os.getpid()}"
+    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}"
+    run_name = args.run_name = re.sub(r"[^\w.-]", "-", run_name)  # a resumed run keeps it
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{run_name}"
     try:
         os.makedirs(run_dir, exist_ok=bool(args.resume))
@@ -503,8 +504,8 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        names = {"name": run_name, "id": run_name, "group": args.env_id, "job_type": method, "config": asdict(args)}
-        wandb.init(project=args.wandb_project_name, resume="allow", sync_tensorboard=True, save_code=True, **names)
+        names = {"name": run_name, "id": run_name, "resume": "allow", "group": args.env_id, "job_type": method}
+        wandb.init(project=args.wandb_project_name, config=asdict(args), sync_tensorboard=True, save_code=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if args.resume else None)
 
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -664,11 +665,10 @@ if __name__ == "__main__":
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
-                    evaluate = [sys.executable, f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt"]
-                    video = ["--episodes", "1", "--script", __file__, "--video", f"{run_dir}/{global_step}.gif"]
-                    subprocess.run(evaluate + video, check=True)
+                    evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
+                    subprocess.run([sys.executable, *evaluate, "--episodes=1", f"--video={run_dir}/{global_step}.gif"])
                 if args.capture_video and args.track:
-                    wandb.log({"video": wandb.Video(video[-1])})
+                    wandb.log({"video": wandb.Video(f"{run_dir}/{global_step}.gif")})
     except KeyboardInterrupt:  # Ctrl-C or SIGTERM
         print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
     except OSError as error:  # a closed terminal, a full disk: what can be saved is saved

@@ -159,8 +159,9 @@ def load_run(path, episodes, seed, script=None, device="cpu"):
     """A checkpoint's worlds, on layouts of their own, and its agent; seeds torch for the actions."""
     checkpoint = load_checkpoint(path, {"script": str, "args": dict, "agent": dict})
     module, _, _ = str(checkpoint["args"].get("env_id")).rpartition(":")  # gymnasium imports it
-    if module not in ("", "analysis.worlds") and script is None:
-        fail(f"{path} asks for the module {module[:80]!r}, accepted: analysis.worlds, or any with --script PATH")
+    if module not in ("", "analysis.worlds", "gymnasium_robotics") and script is None:
+        accepted = "analysis.worlds, gymnasium_robotics, or any with --script PATH"
+        fail(f"{path} asks for the module {module[:80]!r}, accepted: {accepted}")
     script = load_script(script_path(checkpoint, path, script))
     # Training begins with layouts seed, seed + 1, ...: a small seed would replay them, a hashed one lies far away.
     world_seed, action_seed = (int(word) >> 2 for word in np.random.SeedSequence(seed).generate_state(2))

@@ -45,6 +45,12 @@ def most_likely(agent, obs, space):
     return logprobs.view(-1, num_actions).argmax(1)
 
 
+def render(envs):
+    """Environment 0's image; vector environments of gymnasium's own return one for each."""
+    image = envs.render()
+    return image[0] if isinstance(image, tuple | list) else image
+
+
 def play(envs, agent, quotas, seed, greedy=False, frames=None, video_episodes=3, max_frames=300):
     """Plays until environment i has finished quotas[i] episodes and returns their rows (i, return, steps). Were it
     simply the first episodes to finish, short ones would be over-counted. `frames` collects environment 0's images."""
@@ -53,7 +59,7 @@ def play(envs, agent, quotas, seed, greedy=False, frames=None, video_episodes=3,
     next_done, returns, lengths = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs), np.zeros(envs.num_envs, int)
     played, episodes = np.zeros(envs.num_envs, int), []
     if frames is not None:
-        frames.append(envs.render())
+        frames.append(render(envs))
     with tqdm(total=int(quotas.sum()), unit="episode") as bar:
         while (played < quotas).any():
             with torch.inference_mode():
@@ -64,7 +70,7 @@ def play(envs, agent, quotas, seed, greedy=False, frames=None, video_episodes=3,
                     action = agent.get_action_and_value(seen)[0]
             obs, reward, terminations, truncations, _ = envs.step(action.cpu().numpy())
             if frames is not None and played[0] < min(quotas[0], video_episodes) and len(frames) < max_frames:
-                frames.append(envs.render())
+                frames.append(render(envs))
             valid = ~next_done  # False on the row that autoreset inserts
             next_done = terminations | truncations
             returns, lengths = np.where(valid, returns + reward, 0.0), np.where(valid, lengths + 1, 0)

@@ -25,7 +25,7 @@ MOST_IN_HALF = 2**19  # weights of a matrix, 1 MB; more are stored in 8 bits
 @dataclass
 class Args:
     checkpoint: tyro.conf.Positional[str]  # path of the agent.pt that a training wrote
-    out: str = "results/agents"  # folder of the copy, made if missing
+    out: str = "runs/results/agents"  # folder of the copy, made if missing
 
 
 def shrink(agent):

@@ -68,7 +68,6 @@ TABLE = [
     (BASELINES, "--bonus-scale -1", ("--bonus-scale -1",)),
     ((ECO,), "--memory-size 0", ("--memory-size 0",)),
     ((ECO,), "--memory-percentile -3", ("--memory-percentile -3", "0 to 100")),
-    ((ICM,), "--forward-loss-weight 1.2", ("--forward-loss-weight 1.2", "0 to 1")),
     ((GTGRID,), "--cell-size 0", ("--cell-size 0",)),
     ((FETCH, ECO, ICM), "--n-substeps 0", ("--n-substeps 0",)),
     ((FETCH, ECO, ICM), "--action-noise -1", ("--action-noise -1",)),
@@ -99,7 +98,7 @@ TABLE = [
     (ALL, "--resume other/agent.pt", ("--resume other/agent.pt", REFUSED)),
     (ALL, "--resume other/agent.pt.tmp", ("--resume other/agent.pt.tmp", REFUSED)),
     ((MINIGRID, FETCH, *BASELINES), "--run-name taken", ("runs/taken", "a new folder")),
-    ((MINIGRID, FETCH, *BASELINES), "--run-name taken/file/x", ("runs/taken/file/x", "a new folder")),
+    ((MINIGRID, FETCH, *BASELINES), "--run-name taken/file", ("runs/taken-file", "a new folder")),
     ((MINIGRID, FETCH, *BASELINES), "--run-name ../../../../../../../../proc/x", ("proc/x",)),  # root cannot either
 ]
 
@@ -125,7 +124,7 @@ def broken_files(tmp_path, monkeypatch):
     torch.save(Hostile(), tmp_path / "hostile/agent.pt")
     torch.save([1, 2], tmp_path / "list/agent.pt")
     torch.save({"global_step": 16}, tmp_path / "bare/agent.pt")
-    (tmp_path / "runs/taken/file").touch()
+    (tmp_path / "runs/taken-file").touch()  
 
 
 def read_all(folder):

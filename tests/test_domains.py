@@ -44,9 +44,9 @@ TABLE = {
     (ECO, REACH): MEMORY | ON_FETCH | RARELY | dict(
         ent_coef=0.001, k=10, negative_bias=12, bonus_scale=0.0001, bonus_bias=1.0, rnet_learning_rate=1e-3,
     ),
-    (ICM, FOUR_ROOMS): ON_MINIGRID | dict(forward_loss_weight=0.8, icm_loss_scale=0.3),
-    (ICM, "Hero-v5"): ON_ATARI | dict(icm_loss_scale=1.0, clip_rewards=True),
-    (ICM, "FetchSlide-v4"): ON_FETCH | dict(ent_coef=0.001, icm_loss_scale=1.0),
+    (ICM, FOUR_ROOMS): ON_MINIGRID | dict(bonus_clip=5.0),
+    (ICM, "Hero-v5"): ON_ATARI | dict(clip_rewards=True),
+    (ICM, "FetchSlide-v4"): ON_FETCH | dict(ent_coef=0.001),
     (GT_GRID, FOUR_ROOMS): ON_MINIGRID | dict(bonus_scale=0.01, cell_size=1),
     (GT_GRID, MONTEZUMA): ON_ATARI | dict(cell_size=16, clip_rewards=True),
     (ECO, LARGE): MEMORY | ON_DMLAB | dict(
@@ -54,9 +54,7 @@ TABLE = {
         heldout_pairs=15_000, rnet_intervals=(6_000, 12_000, 36_000), rnet_weight_decay=1e-4, rnet_learning_rate=3e-4,
         rnet_triplets=2_500, rnet_width=64,
     ),
-    (ICM, GOAL_SMALL): ON_DMLAB | dict(
-        ent_coef=0.0042, forward_loss_weight=0.96, icm_loss_scale=64.0,
-    ),
+    (ICM, GOAL_SMALL): ON_DMLAB | dict(ent_coef=0.0042),
     (GT_GRID, MANY): ON_DMLAB | dict(ent_coef=0.0066, bonus_scale=0.0525, cell_size=30),
     (ATARI, None): RNET | ON_ATARI | RARELY | dict(
         k=12, tolerance=1, num_tolerance_samples=200, cost_percentile=90.0, negative_bias=80, cost_scale=0.05,
@@ -104,7 +102,7 @@ def test_flags_go_before_the_domain(name):
     "name, env_id, shown",
     [
         (ECO, REACH, {"bonus-scale": "0.0001", "bonus-bias": "1.0", "k": "10", "max-episode-steps": "50"}),
-        (ICM, LARGE, {"forward-loss-weight": "0.96", "icm-loss-scale": "64.0"}),
+        (ICM, LARGE, {"ent-coef": "0.0042", "learning-rate": "0.00025"}),
         (GT_GRID, MONTEZUMA, {"learning-rate": "0.0005", "max-episode-steps": "10000"}),
         (GT_GRID, FOUR_ROOMS, {"learning-rate": "0.003", "max-episode-steps": "100"}),
     ],

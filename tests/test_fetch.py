@@ -511,6 +511,13 @@ def test_reaching_the_goal_never_costs(fetch, run, bias):
         assert result["advantages"][t, n].item() == pytest.approx(expected.item(), abs=1e-5)
 
 
+def test_plain_ppo_bootstraps_whatever_the_bias(run):
+    """With lambda 0 nobody is paid a bias."""
+    result = run(f"{SMALL} --cost-scale 0 --cost-bias 1{steps(3)}", FETCH)
+    at_limit = result["truncations"]
+    assert at_limit.sum() > 3 and not result["terminations"][at_limit].any()
+
+
 def test_normalization_learns_in_training_alone(run, monkeypatch):
     """The mode of every normalization in a run, and the size of its batch."""
     modes, plain_forward = [], nn.BatchNorm1d.forward

@@ -51,19 +51,20 @@ def test_sprl_on_a_world_that_is_not_ours(run, tmp_path):
     assert rates and all(0 <= rate <= 1 for rate in rates)
     assert any("rnet/loss" in row for row in result["history"])
     assert np.isfinite(result["history"][-1]["losses/value_loss"]) and (tmp_path / "runs/small/agent.pt").exists()
-    assert not hasattr(load(CANONICAL).GridWorlds, "learning_rewards")
 
 
 @pytest.mark.parametrize(
     "env_id, size", [("MountainCarContinuous-v0", 2), ("CartPole-v1", 4), ("gymnasium_robotics:PointMaze_UMaze-v3", 8)]
 )
 def test_worlds_of_flat_states(run, env_id, size):
-    """A Box with continuous actions, one with discrete ones, and a dict; SPRL trains on each."""
+    """A Box with continuous actions, one with discrete ones, and a dict. Only the last one's rewards are rare, so that
+    SPRL trains its RNet."""
     result = run(f"{NO_LIMIT} --env-id {env_id}{steps(4)}", FETCH)
     assert result["obs"].shape[2:] == (size,) and result["obs"].dtype == torch.float32
     is_discrete = env_id == "CartPole-v1"
     assert result["actions"].dtype == (torch.int64 if is_discrete else torch.float32)
     assert all("sprl/cost_rate" in row for row in result["history"]) and result["agent"].is_discrete == is_discrete
+    assert any("rnet/loss" in row for row in result["history"]) == ("PointMaze" in env_id)
 
 
 def test_observations_are_standardized_by_the_rollouts_before(run):
@@ -77,6 +78,7 @@ def test_observations_are_standardized_by_the_rollouts_before(run):
     states = second["obs"][5]
     expected = (states - layer.running_mean) / (layer.running_var + 1e-5).sqrt()
     torch.testing.assert_close(layer(states), expected)
+    assert second["agent"].network[1](torch.tensor([[-99.0, 3.0]])).tolist() == [[-10, 3]]
     assert first["agent"].network[0].num_batches_tracked == 0 and not isinstance(
         load(FETCH).make_agent(first["envs"], load(FETCH).Args()).network[0], torch.nn.BatchNorm1d
     )
@@ -120,3 +122,11 @@ def test_a_grid_world_of_the_users_own(run, script_name, tmp_path, monkeypatch):
     flags = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1 --total-timesteps 256 --run-name small"
     result = run(f"{flags} --env-id my_mazes:Corridor-v0", script_name)
     assert result["obs"].shape[2:] == (1, 9, 5, 3) and len(result["history"]) == 2
+
+
+@pytest.mark.parametrize("env_id", ["Nowhere-v0", "FetchPull-v4"])
+def test_unknown_world_is_one_line(run, capfd, env_id):
+    with pytest.raises(SystemExit) as end:
+        run(f"--env-id {env_id}", FETCH)
+    error = capfd.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and env_id in error and "FetchReach-v4" in error

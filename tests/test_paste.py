@@ -67,7 +67,7 @@ for iteration in range(1, args.num_iterations + 1):
         reward = np.float32(reward > 0) if SPARSE else reward
         next_done = np.logical_or(terminations, truncations)
         rewards[step] = torch.tensor(reward).to(device).view(-1)
-        # AFTER A STEP
+        # AFTER ENVS.STEP
         next_obs, next_done = torch.Tensor(next_obs).to(device), torch.Tensor(next_done).to(device)
     extrinsic = rewards.clone()
     # AFTER A ROLLOUT
@@ -95,7 +95,7 @@ for iteration in range(1, args.num_iterations + 1):
             (pg_loss + 0.5 * v_loss - 0.01 * probs.entropy().mean()).backward()
             optimizer.step()
 """
-PLACES = ("AFTER THE RESET", "BEFORE A ROLLOUT", "AFTER A STEP", "AFTER A ROLLOUT")
+PLACES = ("AFTER THE RESET", "BEFORE A ROLLOUT", "AFTER ENVS.STEP", "AFTER A ROLLOUT")
 
 
 def readme_section():
