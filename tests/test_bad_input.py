@@ -99,7 +99,6 @@ TABLE = [
     (ALL, "--resume other/agent.pt.tmp", ("--resume other/agent.pt.tmp", REFUSED)),
     ((MINIGRID, FETCH, *BASELINES), "--run-name taken", ("runs/taken", "a new folder")),
     ((MINIGRID, FETCH, *BASELINES), "--run-name taken/file", ("runs/taken-file", "a new folder")),
-    ((MINIGRID, FETCH, *BASELINES), "--run-name ../../../../../../../../proc/x", ("proc/x",)),  # root cannot either
 ]
 
 
@@ -124,7 +123,7 @@ def broken_files(tmp_path, monkeypatch):
     torch.save(Hostile(), tmp_path / "hostile/agent.pt")
     torch.save([1, 2], tmp_path / "list/agent.pt")
     torch.save({"global_step": 16}, tmp_path / "bare/agent.pt")
-    (tmp_path / "runs/taken-file").touch()  
+    (tmp_path / "runs/taken-file").touch()  # what a name with a slash becomes
 
 
 def read_all(folder):
