@@ -36,6 +36,7 @@ class Args:
     layouts: int = 100  # fresh layouts that both agents play, 1 to 10000
     seed: int = 1  # of the layouts and of the sampled actions, at least 0
     judge: Literal["oracle", "learned"] = "oracle"  # who tells the cost: the true reachability or the second's RNet
+    script: str | None = None  # your own script, if the second agent is of a changed copy
     out: str = "."  # folder of side_by_side.gif
 
 
@@ -120,7 +121,7 @@ def write_gif(frames, path):
 
 def main(args):
     check_ranges(args, layouts=(1, 10_000), seed=(0, float("inf")))
-    runs = [load_run(path, args.layouts, args.seed) for path in (args.left, args.right)]
+    runs = [load_run(args.left, args.layouts, args.seed), load_run(args.right, args.layouts, args.seed, args.script)]
     for path, run in zip((args.left, args.right), runs):
         if find_domain(run) != "MiniGrid":
             fail(f"{path} plays {run.args.env_id}, accepted: agents of MiniGrid")
