@@ -35,8 +35,9 @@ class Args:
 
 # BLOCKS ##############################################################################################################
 def to_config(flags):
-    """The config's entries that flags set: --n-substeps 2 is n_substeps: 2."""
-    return {name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2])}
+    """The config's entries that flags set: --n-substeps 2 is n_substeps: 2, and --whole-bias alone is True."""
+    pairs = re.findall(r"--(\S+)(?: (?!--)(\S+))?", " ".join(flags))
+    return {name.replace("-", "_"): value or "True" for name, value in pairs}
 
 
 def read_blocks():

@@ -86,8 +86,10 @@ def test_every_run_of_a_block_is_in_one_grid_and_no_two_methods_are_one_line():
         filters = [wandb_report.task_filter(*task) for task in block.tasks.items()]
         lines = {text: [] for text in filters}
         for words in map(shlex.split, output.splitlines()):
-            flags = dict(zip(words[2::2], words[3::2]))
-            config = {flag[2:].replace("-", "_"): value for flag, value in flags.items()}
+            config = {}
+            for word, following in zip(words, [*words[1:], "--"]):
+                if word.startswith("--"):
+                    config[word[2:].replace("-", "_")] = "True" if following.startswith("--") else following
             facts = {f"Metric('Group') == '{config['env_id']}'", *(f"Config('{k}') == {v}" for k, v in config.items())}
             (task,) = [text for text in filters if set(text.split(" and ")) <= facts]
             config["JobType"] = config["run_name"].split("__")[2]
