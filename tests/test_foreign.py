@@ -1,6 +1,7 @@
 """Worlds that this project did not write: in a changed copy, by a registered id, and of a user's own package."""
 
 import ast
+import re
 
 import numpy as np
 import pytest
@@ -9,26 +10,6 @@ from conftest import CANONICAL, ROOT, SPRL, load, steps
 
 FETCH = "ppo_sprl_fetch.py"
 NO_LIMIT = SPRL.replace("--max-episode-steps 20", "")  # the time limit is the world's own
-
-MAKE_ENVS = """
-def make_envs(args):
-    return gym.make_vec("FrozenLake8x8-v1", num_envs=args.num_envs, max_episode_steps=20)
-"""
-NETWORK = '''
-class GridCNN(nn.Module):
-    """One-hot cells of the lake."""
-
-    def __init__(self, *_):
-        super().__init__()
-        self.out_features = 64
-
-    def forward(self, obs):
-        return F.one_hot(obs.reshape(len(obs)), 64).float()
-'''
-MAKE_RNET = """
-def make_rnet(envs, args):
-    return GridRNet(nn.Sequential(GridCNN(), nn.Linear(64, 128), nn.ReLU()), 128)
-"""
 
 
 def replace_definition(source, new):
@@ -40,12 +21,16 @@ def replace_definition(source, new):
 
 
 def test_sprl_on_a_world_that_is_not_ours(run, tmp_path):
-    """A user's copy of the script, in which only make_envs and the networks are others."""
+    """A user's copy of the script, in which only make_envs and the networks are others: the README's frozen lake."""
     source, copy = (ROOT / CANONICAL).read_text(), tmp_path / "my_sprl.py"
-    for new in (MAKE_ENVS, NETWORK, MAKE_RNET):
+    section = (ROOT / "README.md").read_text().split("## Change twenty lines\n")[1]
+    replaced = re.search(r"```python\n(.*?)```", section, re.S)[1].split("\n\n\n")
+    for new in replaced:
         source = replace_definition(source, new)
     copy.write_text(source)
-    result = run(SPRL + steps(6), copy)
+    (env_id,) = re.findall(r"--env-id (\S+)`", section)
+    result = run(f"{SPRL} --env-id {env_id}{steps(6)}", copy)
+    assert len(replaced) == 3 and result["envs"].num_envs == 4
     assert result["method"] == "sprl" and result["global_step"] == 6 * 128
     rates = [row["sprl/cost_rate"] for row in result["history"] if "sprl/cost_rate" in row]
     assert rates and all(0 <= rate <= 1 for rate in rates)
