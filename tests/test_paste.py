@@ -103,7 +103,7 @@ def readme_section():
     return re.search(r"^## SPRL in your own PPO script\n.*?(?=^## )", text, re.M | re.S)[0]
 
 
-def pasted(cost_scale, num_iterations=1, env_id="CliffWalking-v1", back_and_forth=None):
+def pasted(cost_scale, num_iterations=1, env_id="CliffWalking-v1", back_and_forth=None, sparse=True):
     """The plain script with the README's blocks and glue in it."""
     section = readme_section()
     names = re.findall(r"`(\w+)`", section.split("```")[0])
@@ -123,11 +123,11 @@ def pasted(cost_scale, num_iterations=1, env_id="CliffWalking-v1", back_and_fort
     for place, part in glue.items():
         (indent,) = re.findall(rf"^( *)# {place}$", script, re.M)
         script = script.replace(f"{indent}# {place}\n", "".join(f"{indent}{line}\n" for line in part))
-    return execute(script, cost_scale, num_iterations, env_id, back_and_forth)
+    return execute(script, cost_scale, num_iterations, env_id, back_and_forth, sparse)
 
 
-def execute(script, cost_scale, num_iterations, env_id, back_and_forth=None):
-    values = {"NUM_ITERATIONS": num_iterations, "ENV_ID": env_id, "BACK_AND_FORTH": back_and_forth, "SPARSE": True}
+def execute(script, cost_scale, num_iterations, env_id, back_and_forth=None, sparse=True):
+    values = {"NUM_ITERATIONS": num_iterations, "ENV_ID": env_id, "BACK_AND_FORTH": back_and_forth, "SPARSE": sparse}
     namespace = {"__name__": "pasted", "cost_scale": cost_scale, **values}
     exec(compile(script, "pasted", "exec"), namespace)
     return namespace
@@ -156,13 +156,17 @@ def test_lambda_0_changes_nothing():
     assert not torch.equal(other["actor"].weight, plain["actor"].weight)
 
 
-@pytest.mark.parametrize("env_id", ["CliffWalking-v1", "FrozenLake-v1"])
-def test_segments_and_window(env_id):
-    """`segment_steps` by walking through the dones and rewards of the last rollout, one by one."""
-    result = pasted(cost_scale=0.1, num_iterations=3, env_id=env_id)
+@pytest.mark.parametrize(
+    "env_id, sparse", [("CliffWalking-v1", True), ("CliffWalking-v1", False), ("FrozenLake-v1", True)]
+)
+def test_segments_and_window(env_id, sparse):
+    """`segment_steps` by walking through the dones and rewards of the last rollout, one by one. With its own rewards
+    CliffWalking cuts at every step."""
+    result = pasted(cost_scale=0.1, num_iterations=3, env_id=env_id, sparse=sparse)
     counted = result["segment_steps"]
     starts = torch.cat([result["dones"][1:], result["next_done"][None]]).bool().numpy()
     for t, n in np.ndindex(64, 4):
         expected = 0 if starts[t, n] or result["extrinsic"][t, n] else counted[t, n] + 1
         assert counted[t + 1, n] == expected
-    assert result["ring"].size == 3 * 64 + 1
+    assert result["ring"].size == 3 * 64 + 1 and (counted[1:].max() > 0) == sparse
+    assert result["gaps"].tolist() == [2 + n for n in range(1, 61)]
