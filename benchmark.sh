@@ -114,7 +114,7 @@ env Seaquest-v5 10000000
 env Hero-v5 10000000
 run ppo ppo_sprl_atari.py --cost-scale 0 $flags
 run sprl ppo_sprl_atari.py --cost-scale 0.05 $flags --k 12 --tolerance 1 --num-tolerance-samples 200 \
-  --negative-bias 80 --positive-bias 5
+  --negative-bias 80 --positive-bias 5 --rnet-input pixel-difference
 run eco ppo_eco.py --bonus-scale 0.001 --bonus-bias 0.5 $flags --k 12 --negative-bias 80 $memory
 run icm ppo_icm.py --bonus-scale 0.001 $flags
 env MontezumaRevenge-v5 10000000
