@@ -379,9 +379,8 @@ if __name__ == "__main__":
     if args.resume:
         load_checkpoint(args.resume, learned)
 
-    run_name = args.run_name or f"{args.env_id}__{method}__{args.seed}__{int(time.time())}"
-    run_name = args.run_name = re.sub(r"[^\w.-]", "-", run_name)  # a resumed run keeps it
-    run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{run_name}"
+    args.run_name = re.sub(r"[^\w.-]", "-", args.run_name or f"{args.env_id}__{method}__{seed}__{int(time.time())}")
+    run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{args.run_name}"
     try:
         os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
@@ -393,7 +392,7 @@ if __name__ == "__main__":
     if args.track:
         import wandb
 
-        names = {"name": run_name, "id": run_name, "resume": "allow", "group": args.env_id, "job_type": method}
+        names = dict(name=args.run_name, id=args.run_name, resume="allow", group=args.env_id, job_type=method)
         wandb.init(project=args.wandb_project_name, config=asdict(args), sync_tensorboard=True, save_code=True, **names)
     writer = SummaryWriter(run_dir, purge_step=global_step + 1 if args.resume else None)
 
@@ -424,18 +423,19 @@ if __name__ == "__main__":
 
             # ROLLOUT #################################################################################################
             obs[0] = obs[-1]
-            for step in range(args.num_steps):
-                with torch.inference_mode():
-                    actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
-                next_obs, reward, terminations[step], truncations[step], info = envs.step(actions[step].cpu().numpy())
-                obs[step + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
-                valid[step], rewards[step] = ~next_done, reward
-                next_done = terminations[step] | truncations[step]
-                positions[step] = info["position"]
-                episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
-                episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
-                finished_returns += episode_returns[next_done].tolist()
-                finished_lengths += episode_lengths[next_done].tolist()
+            with torch.inference_mode(), torch.autocast(device.type, enabled=False):  # bf16 weights are cast once
+                for step in range(args.num_steps):
+                    action, logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
+                    next_obs, reward, terminations[step], truncations[step], info = envs.step(action.cpu().numpy())
+                    actions[step] = action
+                    obs[step + 1] = torch.from_numpy(next_obs).to(device, non_blocking=True)
+                    valid[step], rewards[step] = ~next_done, reward
+                    next_done = terminations[step] | truncations[step]
+                    positions[step] = info["position"]
+                    episode_returns = np.where(valid[step], episode_returns + reward, 0.0)
+                    episode_lengths = np.where(valid[step], episode_lengths + 1, 0)
+                    finished_returns += episode_returns[next_done].tolist()
+                    finished_lengths += episode_lengths[next_done].tolist()
 
             # INTRINSIC REWARD ########################################################################################
             total_rewards = torch.from_numpy(rewards.clip(-1, 1) if args.clip_rewards else rewards).to(device)
