@@ -87,10 +87,10 @@ class Args:
 
 DOMAINS = {  # how a domain's ids look, and its settings where they differ from the defaults, which are MiniGrid's
     "minigrid": ("MiniGrid-", {}),  # and what no other domain claims
-    "fetch": ("Fetch", dict(
+    "fetch": ("Fetch(Reach|Push|Slide|PickAndPlace)-v4$", dict(
         total_timesteps=1_000_000, learning_rate=5e-4, ent_coef=0.001, max_episode_steps=50)),
     "dmlab": ("explore_", dict(total_timesteps=20_000_000, learning_rate=2.5e-4, ent_coef=0.0042)),
-    "atari": (".*-v5$", dict(
+    "atari": ("[A-Za-z0-9]+-v5$", dict(
         total_timesteps=10_000_000, learning_rate=5e-4, max_episode_steps=10_000, stack_observations=3,
         clip_rewards=True)),
 }  # fmt: skip
@@ -448,8 +448,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", file=sys.stderr)
-        bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
-        for iteration in range(global_step // batch_size + 1, num_iterations + 1):
+        iterations = range(global_step // batch_size + 1, num_iterations + 1)
+        bar = tqdm(iterations, initial=iterations.start - 1, total=num_iterations, unit="step", unit_scale=batch_size)
+        for iteration in bar:
             frac = 1.0 - (iteration - 1.0) / num_iterations
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate if args.anneal_lr else args.learning_rate
             clip_coef = frac * args.clip_coef if args.anneal_clip else args.clip_coef
@@ -557,7 +558,6 @@ if __name__ == "__main__":
                     sys.exit(f"error: {name} is {value} at step {global_step}, nothing of this iteration is saved")
             history.append({"step": global_step, **charts})
             bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
-            bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
@@ -565,21 +565,20 @@ if __name__ == "__main__":
                 if args.capture_video:
                     evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
                     subprocess.run([sys.executable, *evaluate, "--episodes=1", f"--video={run_dir}/{global_step}.gif"])
-                if args.capture_video and args.track:
+                if args.track and os.path.exists(f"{run_dir}/{global_step}.gif"):
                     wandb.log({"video": wandb.Video(f"{run_dir}/{global_step}.gif")})
-    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
-        print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
-    except OSError as error:  # a closed terminal, a full disk: what can be saved is saved
+    except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
         failure = error
 
     sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
     save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
+    state = "stopped" if failure else "done"
+    print(f"\n{method} {args.env_id}: {state} at step {global_step:,}, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
     envs.close()
     writer.close()
-    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
     if returns:
         plot_curve(history, f"{run_dir}/curve.png")
-    outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
-    print(f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
-    if failure:
+    if isinstance(failure, OSError):
         raise failure

@@ -475,6 +475,8 @@ if __name__ == "__main__":
     embed_all, compare_all, rnet_loss = bf16(embed_all), bf16(compare_all), bf16(rnet_loss)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     learned = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
+    gaps = args.k + args.tolerance * np.arange(1, args.num_tolerance_samples + 1)  # a cost looks that many steps back
+    window = int(gaps[-1])
     rnet = ring = None
     if method == "sprl":
         rnet = make_rnet(envs, args).to(device).eval()
@@ -483,9 +485,7 @@ if __name__ == "__main__":
     elif method == "gt-sprl":
         from analysis.oracle import Oracle
 
-        envs = rnet = Oracle(envs, args.k - 1)  # the worlds, which know what is reachable in them
-    gaps = args.k + args.tolerance * np.arange(1, args.num_tolerance_samples + 1)  # a cost looks that many steps back
-    window = int(gaps[-1])
+        envs = rnet = Oracle(envs, args.k - 1, window)  # the worlds, which know what is reachable in them
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
     if args.resume:
         load_checkpoint(args.resume, learned)
@@ -527,8 +527,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         print(f"{method} on {args.env_id} ({device}, {args.precision}), writing to {run_dir}", file=sys.stderr)
-        bar = tqdm(total=num_iterations * batch_size, initial=global_step, unit="step", mininterval=1.0)
-        for iteration in range(global_step // batch_size + 1, num_iterations + 1):
+        iterations = range(global_step // batch_size + 1, num_iterations + 1)
+        bar = tqdm(iterations, initial=iterations.start - 1, total=num_iterations, unit="step", unit_scale=batch_size)
+        for iteration in bar:
             frac = 1.0 - (iteration - 1.0) / num_iterations
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate if args.anneal_lr else args.learning_rate
             clip_coef = frac * args.clip_coef if args.anneal_clip else args.clip_coef
@@ -659,7 +660,6 @@ if __name__ == "__main__":
                     sys.exit(f"error: {name} is {value} at step {global_step}, nothing of this iteration is saved")
             history.append({"step": global_step, **charts})
             bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
-            bar.update(batch_size)
 
             # CHECKPOINT ##############################################################################################
             if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
@@ -667,21 +667,20 @@ if __name__ == "__main__":
                 if args.capture_video:
                     evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
                     subprocess.run([sys.executable, *evaluate, "--episodes=1", f"--video={run_dir}/{global_step}.gif"])
-                if args.capture_video and args.track:
+                if args.track and os.path.exists(f"{run_dir}/{global_step}.gif"):
                     wandb.log({"video": wandb.Video(f"{run_dir}/{global_step}.gif")})
-    except KeyboardInterrupt:  # Ctrl-C or SIGTERM
-        print(f"\nstopping at step {global_step:,}, saving", file=sys.stderr)
-    except OSError as error:  # a closed terminal, a full disk: what can be saved is saved
+    except (KeyboardInterrupt, OSError) as error:  # Ctrl-C or SIGTERM; a closed terminal, a full disk
         failure = error
 
     sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
     save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
+    state = "stopped" if failure else "done"
+    print(f"\n{method} {args.env_id}: {state} at step {global_step:,}, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
     envs.close()
     writer.close()
-    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
     if returns:
         plot_curve(history, f"{run_dir}/curve.png")
-    outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
-    print(f"\n{method} {args.env_id}: {global_step:,} steps, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
-    if failure:
+    if isinstance(failure, OSError):
         raise failure

@@ -155,7 +155,7 @@ class Run:
     world_seed: int
 
 
-def load_run(path, episodes, seed, script=None, device="cpu"):
+def load_run(path, episodes, seed, script=None, device="cpu", video=False):
     """A checkpoint's worlds, on layouts of their own, and its agent; seeds torch for the actions."""
     checkpoint = load_checkpoint(path, {"script": str, "args": dict, "agent": dict})
     module, _, _ = str(checkpoint["args"].get("env_id")).rpartition(":")  # gymnasium imports it
@@ -168,7 +168,7 @@ def load_run(path, episodes, seed, script=None, device="cpu"):
     try:
         known = {field.name for field in dataclasses.fields(script.Args)}  # an older checkpoint may have other settings
         args = script.Args(**{name: value for name, value in checkpoint["args"].items() if name in known})
-        args.num_envs, args.seed = min(episodes, args.num_envs), world_seed
+        args.num_envs, args.seed, args.capture_video = min(episodes, args.num_envs), world_seed, video
         domain = script.load_domain(args.env_id)[2] if hasattr(script, "load_domain") else script  # of a baseline
         envs = domain.make_envs(args)
         agent = domain.make_agent(envs, args).to(device)

@@ -159,7 +159,7 @@ def main(args):
     if args.video and not (args.video.endswith(".gif") and Path(args.video).absolute().parent.is_dir()):
         fail(f"--video {args.video} cannot be written, accepted: a name that ends in .gif, in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.checkpoint, args.episodes, args.seed, args.script, device)
+    run = load_run(args.checkpoint, args.episodes, args.seed, args.script, device, bool(args.video))
     frames, is_fetch = [] if args.video else None, run.args.env_id.startswith("Fetch")
     try:
         watched = None if is_fetch else frames

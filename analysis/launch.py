@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {"seeds": 1000, "workers": 1000, "steps": 2**31 - 1, "task": 10**6}
-HEARD = "stopping at step"  # a script says so when a signal stops it; it saves and ends with 0
+HEARD = "stopped at step"  # a script says so when a signal has stopped it; it has saved and ends with 0
 CLEAR = "\r\033[K" if sys.stdout.isatty() else ""  # on a terminal the progress is in place
 
 
@@ -257,7 +257,7 @@ if __name__ == "__main__":
                 run.held.close()
         if signals and workers:
             workers, shown = 0, ""
-            time.sleep(1)  # Slurm may have sent the signal to all processes: a second one would end them at once
+            time.sleep(3)  # Slurm may have sent the signal to all processes: a second one would end them at once
             for run in running:
                 if HEARD not in run.said():
                     run.process.terminate()

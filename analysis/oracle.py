@@ -14,14 +14,14 @@ class Oracle(gym.vector.VectorWrapper):
     state that is met gets a number and a ball, the numbers of all states within the radius. `embed` returns the numbers
     of the states met since it was last called, `compare` looks a pair up. Deterministic worlds only."""
 
-    def __init__(self, envs, radius):
+    def __init__(self, envs, radius, window=0):  # window: how many steps before a rollout will be asked for
         super().__init__(envs)
         if isinstance(envs.worlds[0], DynamicObstaclesEnv):
             raise SystemExit("error: --rnet oracle, accepted: worlds without moving obstacles")
-        self.radius, self.count, self.balls = radius, 0, {}
+        self.radius, self.window, self.count, self.balls = radius, window, 0, {}
         self.grids, self.numbers = [None for _ in envs.worlds], [{} for _ in envs.worlds]
         self.met, self.embedded = [], []  # numbers of the states that wait for `embed`, and of those it has returned
-        self.last_rollout = np.zeros(0, np.int64)
+        self.recent = np.zeros(0, np.int64)
 
     def reset(self, **kwargs):
         outcome = self.env.reset(**kwargs)
@@ -54,11 +54,11 @@ class Oracle(gym.vector.VectorWrapper):
         met = np.concatenate(self.met)
         numbers, self.met = met[: len(obs)], [met[len(obs) :]]
         self.embedded.append(numbers)
-        if not len(self.met[0]):  # the whole rollout is embedded: only this one and the one before will be asked for
+        if not len(self.met[0]):  # the whole rollout is embedded: of older states only the window will be asked for
             rollout = np.concatenate(self.embedded)
-            kept = np.unique(np.concatenate([self.last_rollout, rollout])).tolist()
-            self.balls = {number: self.balls[number] for number in kept}
-            self.embedded, self.last_rollout = [], rollout
+            kept = len(rollout) + max(len(rollout), self.window * self.num_envs)
+            self.recent, self.embedded = np.append(self.recent, rollout)[-kept:], []
+            self.balls = {number: self.balls[number] for number in np.unique(self.recent).tolist()}
         return torch.from_numpy(numbers)[:, None, None].expand(-1, 2, -1).to(obs.device)
 
     def compare(self, early, late):  # (B, 1), (B, 1) numbers -> (B,) logits, infinitely sure

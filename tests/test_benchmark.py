@@ -59,8 +59,8 @@ PRETEND = """
     except KeyboardInterrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        print(f"\\nstopping at step {step:,}, saving", file=sys.stderr, flush=True)
         time.sleep(0.7)  # a large checkpoint
+        print(f"\\nstopped at step {step:,}", file=sys.stderr, flush=True)
     open(f"runs/{name}/agent.pt", "w").write(str(step))
     print(f"ppo: {step:,} steps, return 0.5")
 """
@@ -462,7 +462,7 @@ def test_one_stopped_run_is_not_taken_for_finished(tree):
     assert tree("quick --seeds 1 --steps 400").returncode == 0 and tree.checkpoint(SPRL_1) >= 400
 
 
-DAMAGED = ["99999999999999999999999/5 [", "50%|##| 999999/5 [00:01\rstopping at step 3\n\0\0\x1b[\r", "\xff/5 [", "$ "]
+DAMAGED = ["99999999999999999999999/5 [", "50%|##| 999999/5 [00:01\rstopped at step 3\n\0\0\x1b[\r", "\xff/5 [", "$ "]
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -485,7 +485,7 @@ def test_a_damaged_log_ends_nothing(tree, damage):
     process = tree.start("quick --only ppo --steps 400 --workers 2")
     tree.wait_for_steps(PPO_2)
     with open(tree.folder / f"runs/{PPO_2}.log", "a") as file:
-        file.write(f"\n{damage.replace('stopping', 'x')}\n")
+        file.write(f"\n{damage.replace('stopped', 'x')}\n")
     (tree.folder / "slow").unlink()
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "") and "2 done, 0 running, 0 failed of 2" in output

@@ -948,7 +948,7 @@ def test_run_on_the_stand_in(run, capfd, monkeypatch):
     before = run(f"{FLAGS} --env-id {MANY}{steps(3)}", DMLAB)
     assert before["args"].engine == "labmaze" and before["method"] == "sprl-labmaze"
     printed = capfd.readouterr().err
-    assert f"sprl-labmaze on {MANY} (" in printed and f"sprl-labmaze {MANY}: {3 * BATCH} steps" in printed
+    assert f"sprl-labmaze on {MANY} (" in printed and f"sprl-labmaze {MANY}: done at step {3 * BATCH}," in printed
     assert torch.load(CHECKPOINT, weights_only=True)["args"]["engine"] == "labmaze"
     assert all({"rnet/loss", "rnet/heldout_accuracy", "sprl/cost_rate"} <= row.keys() for row in before["history"][1:])
     after = run(f"--resume {CHECKPOINT}{steps(4)}", DMLAB)
@@ -999,8 +999,19 @@ def test_sigterm_to_the_whole_job(run, engine, monkeypatch, capfd):
         lambda pipe: recv_or_stop(pipe) if os.getpid() == parent else recv(pipe),
     )
     run(f"{FLAGS} --env-id {SMALL}{steps(6)}", DMLAB)
-    assert f"stopping at step {2 * BATCH}, saving" in capfd.readouterr().err
+    assert f"stopped at step {2 * BATCH}," in capfd.readouterr().err
     assert torch.load(CHECKPOINT, weights_only=True)["global_step"] == 2 * BATCH
+
+
+@pytest.mark.parametrize("script_name", [DMLAB, ECO])
+def test_rnet_sees_the_newest_frame_alone(run, script_name):
+    """Also where the policy sees three."""
+    flags = f"{RUNS[script_name]} --env-id {MANY} --engine labmaze --stack-observations 2"
+    result = run(f"{flags}{steps(3)}", script_name)
+    assert result["obs"].shape[2] == 3 and any("rnet/loss" in row for row in result["history"])
+    with torch.no_grad():
+        seen = [result["rnet"].embed(result["obs"][5][:, frames]) for frames in (slice(0, 3), slice(2, 3))]
+    assert torch.equal(*seen)
 
 
 def test_segments_are_cut_twice(run, engine):

@@ -134,6 +134,21 @@ def test_ids_lead_to_their_scripts(name):
             assert module.load_domain(env_id)[2].__file__ == str(ROOT / expected)
 
 
+@pytest.mark.parametrize("name", [ECO, ICM, GT_GRID])
+@pytest.mark.parametrize("env_id", ["my_package:MyMaze-v5", "BabyAI-GoToLocal-v5", "FetchReachDense-v4"])
+def test_other_ids_are_taken_for_grids(name, env_id):
+    """Neither another domain's endings nor its beginnings are enough."""
+    assert load(name).load_domain(env_id)[0] == "minigrid"
+
+
+def test_eco_is_not_paid_for_not_arriving(run):
+    """With a bias Fetch's time limit is an end, without one it bootstraps."""
+    for bias in (0, 1):
+        result = run(f"--env-id {REACH} {ECO_FLAGS} {SHORT} --bonus-bias {bias} --run-name bias{bias}{steps(2)}", ECO)
+        at_limit = result["truncations"]
+        assert at_limit.sum() > 3 and (result["terminations"][at_limit] == bias).all()
+
+
 def layers(network, kind):
     return [part for part in network.modules() if isinstance(part, kind)]
 

@@ -3,6 +3,7 @@
 import ast
 import re
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -67,6 +68,27 @@ def test_observations_are_standardized_by_the_rollouts_before(run):
     assert first["agent"].network[0].num_batches_tracked == 0 and not isinstance(
         load(FETCH).make_agent(first["envs"], load(FETCH).Args()).network[0], torch.nn.BatchNorm1d
     )
+
+
+class Undrawn(gym.Env):
+    """A world whose constructor takes no argument, as many of users' own."""
+
+    observation_space, action_space = gym.spaces.Box(0, 9, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = np.zeros(1, np.float32)
+        return self.place.copy(), {}
+
+    def step(self, action):
+        self.place += action
+        return self.place.copy(), float(self.place[0] == 9), bool(self.place[0] == 9), False, {}
+
+
+def test_world_that_cannot_be_drawn(run):
+    gym.register("Undrawn-v0", Undrawn)
+    result = run(f"{NO_LIMIT} --env-id Undrawn-v0{steps(2)}", FETCH)
+    assert result["obs"].max() >= 8 and result["rewards"].sum() > 0
 
 
 def test_rewards_are_the_worlds_own(run):

@@ -13,6 +13,7 @@ from conftest import (
     CANONICAL,
     FOUR_ROOMS,
     KEY_DOORS,
+    ORACLE,
     SPRL,
     assert_uniform,
     fake_envs,
@@ -385,6 +386,16 @@ def test_oracle_is_what_roll_outs_reach(script, env_id, k, num_early):
         assert (oracle.compare(numbers[t].expand_as(numbers), numbers) > 0).tolist() == expected
         num_reached += sum(expected)
     assert num_reached > len(early)
+
+
+def test_oracle_remembers_the_window(run):
+    """A window of 62 steps is many rollouts of 8 long. The oldest state that is compared is still known."""
+    flags = (
+        "--max-episode-steps 100 --num-tolerance-samples 60 --cost-percentile 100 --num-steps 8 --total-timesteps 384"
+    )
+    result = run(f"{ORACLE} --env-id MiniGrid-Empty-16x16-v0 {flags}")
+    assert result["window"] == 62 and result["segment_steps"].max() > 80
+    assert 0 < result["charts"]["sprl/cost_rate"] <= 1
 
 
 def test_oracle_leaves_the_world_untouched(script):
