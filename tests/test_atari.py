@@ -335,6 +335,13 @@ def test_weight_decay_acts_and_does_no_harm(atari, rnet_input):
     assert sizes[0.03] < 0.9 < sizes[0.0], sizes
 
 
+def test_a_cpu_embeds_each_state_once(run):
+    """The mission's line must end on any machine; what was chosen is in the settings that a run records."""
+    result = run(SMALL + steps(1), ATARI)
+    assert load(ATARI).Args().rnet_input == "auto" and not result["rnet"].is_pixel
+    assert result["origin"]["args"]["rnet_input"] == "embedding-difference"
+
+
 def test_resumed_run_goes_on_with_new_episodes(run):
     before = run(SMALL + steps(1), ATARI)
     after = run(f"--resume runs/small/agent.pt{steps(2)}", ATARI)

@@ -1014,11 +1014,12 @@ def test_rnet_sees_the_newest_frame_alone(run, script_name):
     assert torch.equal(*seen)
 
 
-def test_segments_are_cut_twice(run, engine):
+@pytest.mark.parametrize("name", [DMLAB, ECO])
+def test_segments_are_cut_twice(name, run, engine):
     """Episodes of six steps and a reset's row, +1 in the second step. Its frame may still show the old place: it is a
     segment of its own, also where a rollout ends, as the first does after 16 steps."""
     engine |= {"sparse": True}
-    result = run(f"{FLAGS} --env-id {SMALL}{steps(2)}", DMLAB)
+    result = run(f"{RUNS[name]} --env-id {SMALL}{steps(2)}", name)
     expected = 5 * [0, 1, 0, 0, 1, 2, 3]  # of the reset's state and the next six, over and over
     assert expected[16] == expected[17] == 0 and result["rewards"].sum() == 2 * 2
     assert result["segment_steps"].T.tolist() == 2 * [expected[16 : 16 + 17]]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "analysis"))
@@ -248,6 +250,25 @@ def test_command_line(tmp_path):
     with open(tmp_path / "new" / "folder" / "maps.csv") as file:
         assert len(list(csv.DictReader(file))) == 36
     assert (tmp_path / "new" / "folder" / "trajectory_space.png").stat().st_size > 10_000
+
+
+def test_star_is_not_mistaken_for_agreement(tmp_path, monkeypatch):
+    """Both charts of trajectories have a hollow star at the paper's 24, an arrow from it to what we count for the same
+    k and Dt, and both numbers in words."""
+    figures, settings = [], trajectory_space.Args(max_k=3, max_tolerance=2)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    counts = {(k, dt): counted(LAYOUTS["walled"], k, dt, 14) for k, dt in itertools.product((1, 2, 3), range(3))}
+    trajectory_space.draw(settings, counts, [], tmp_path / "unused.png")
+    charts = {axis.get_title(): axis for axis in figures[0].axes}
+    for title, here in (("distinct trajectories", 16_100), ("distinct trajectories that reach the goal", 2_784)):
+        (star,) = [line for line in charts[title].lines if line.get_marker() == "*"]
+        assert star.get_xydata().tolist() == [[3, 24 * 100 / 4**14]] and star.get_markerfacecolor() == "none"
+        (arrow,) = [text for text in charts[title].texts if isinstance(text, Annotation)]
+        assert arrow.xyann == (3, 24 * 100 / 4**14) and arrow.xy == (3, pytest.approx(here * 100 / 4**14))
+        words = " ".join(text.get_text() for text in charts[title].texts)
+        assert "paper: 24 for k = 3" in words and f"here: {here:,} (arrow)" in words
+    assert not any(line.get_marker() == "*" for name in ("sequences", "goal_sequences")
+                   for line in charts[COUNTS[name]].lines)  # fmt: skip
 
 
 def test_published_files():
