@@ -56,7 +56,7 @@ class Args:
     env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also any other grid world, Atari game, Fetch or DMLab task
     total_timesteps: int = 500_000  # environment steps of the experiment
     learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
-    num_envs: int = 12  # parallel environments (paper: 12)
+    num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
     gamma: float = 0.99  # discount factor
@@ -88,8 +88,8 @@ class Args:
     memory_size: int = 200  # states in the episodic memory of each environment (authors' code: 200)
     memory_percentile: float = 90.0  # of the RNet's outputs against the memory: the similarity (authors' code: 90)
     ring_size: int = 60_000  # the RNet learns from the agent's last this many steps (paper: 60K)
-    negative_bias: int = 20  # Delta-: negatives lie at least k + Delta- steps after the anchor (paper: 20)
-    positive_bias: int = 5  # Delta+: the next anchor lies 1..Delta+ steps after the positive (paper: 5)
+    negative_bias: int = 20  # Delta-: negatives lie at least k + Delta- steps after the anchor (SPRL's: 20)
+    positive_bias: int = 5  # Delta+: the next anchor lies 1..Delta+ steps after the positive (SPRL's: 5)
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)  # steps between RNet trainings: to 1M, to 2M, after
     rnet_start: int = 15_000  # steps in the ring before the first RNet training (authors' code: 30K)
     rnet_triplets: int = 2_500  # most triplets, two pairs each, of one RNet training (authors' code: 15K)
@@ -99,7 +99,7 @@ class Args:
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
     rnet_reliable_accuracy: float = 0.75  # no bonus until a held-out accuracy has passed this
-    rnet_width: int = 64  # images: channels of the RNet's first residual blocks (paper: 64; 16 suits a CPU)
+    rnet_width: int = 64  # images: channels of the RNet's first residual blocks (16 suits a CPU)
 
 
 DOMAINS = {  # how a domain's ids look, and its settings where they differ from the defaults, which are MiniGrid's

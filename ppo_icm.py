@@ -56,7 +56,7 @@ class Args:
     env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also any other grid world, Atari game, Fetch or DMLab task
     total_timesteps: int = 500_000  # environment steps of the experiment
     learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
-    num_envs: int = 12  # parallel environments (paper: 12)
+    num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
     gamma: float = 0.99  # discount factor

@@ -68,7 +68,7 @@ class Args:
     level_cache: str | None = None  # a folder for deepmind_lab's compiled maps: known mazes begin 20 times faster
     total_timesteps: int = 20_000_000  # environment steps of the experiment
     learning_rate: float = 3e-4  # of the policy's Adam (paper: 3e-4)
-    num_envs: int = 12  # parallel environments (paper: 12)
+    num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
     gamma: float = 0.99  # discount factor

@@ -46,7 +46,7 @@ def test_gate_is_latched(run, name, monkeypatch, capfd):
         triplets.append(row["rnet/triplets"])
         row |= {"rnet/heldout_accuracy": [0.7, 0.8, *5 * [0.1]][len(is_charged) - 1], "rnet/train_accuracy": 0.99}
 
-    monkeypatch.setattr(tqdm, "update", look)
+    monkeypatch.setattr(tqdm, "set_postfix", look)
     run(flags_of(name, "gate", 7), name)
     assert is_charged == [False, False, True, True, True, True, True]
     assert min(triplets) > 0 and "no triplets" not in capfd.readouterr().err
