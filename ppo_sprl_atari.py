@@ -52,7 +52,7 @@ class Args:
     env_id: str = "MontezumaRevenge-v5"  # also Freeway, MsPacman, Gravitar, Seaquest, Hero or any Atari game of EnvPool
     total_timesteps: int = 10_000_000  # environment steps of the experiment
     learning_rate: float = 5e-4  # of the policy's Adam (paper: 5e-4)
-    num_envs: int = 12  # parallel environments (paper: 12)
+    num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
     gamma: float = 0.99  # discount factor

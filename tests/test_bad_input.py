@@ -80,7 +80,7 @@ TABLE = [
     ((DMLAB,), "--env-id Lab", ("--env-id Lab", MAZE, *MAZES)),
     (BASELINES, "--env-id Doom", ("--env-id Doom", "any MiniGrid world")),
     (BASELINES, "--env-id MiniGrid-Nowhere-v0", ("--env-id MiniGrid-Nowhere-v0", "any MiniGrid world")),
-    ((ECO, ICM), "--env-id FetchPull-v4", ("--env-id FetchPull-v4", "FetchPush")),
+    ((ECO, ICM), "--env-id FetchPull-v4", ("--env-id FetchPull-v4", "any MiniGrid world")),
     ((GTGRID,), "--env-id Freeway-v5", ("--env-id Freeway-v5", "any MiniGrid world")),
     (LAB, "--env-id explore_goal_locations_tiny", ("--env-id explore_goal_locations_tiny", MAZE, *MAZES)),
     (LAB, f"--env-id {MAZE} --engine deepmind_lab", ("--engine deepmind_lab", "labmaze")),
