@@ -65,7 +65,7 @@ class Args:
     env_id: str = "explore_goal_locations_small"  # also explore_goal_locations_large, explore_object_rewards_many
     engine: Literal["auto", "deepmind_lab", "labmaze"] = "auto"  # labmaze is a stand-in; auto: what can be imported
     renderer: Literal["software", "hardware"] = "software"  # deepmind_lab draws on the CPU or on a GPU
-    level_cache: str | None = None  # a folder for deepmind_lab's compiled maps: known mazes begin 20 times faster
+    level_cache: str | None = None  # a folder for deepmind_lab's compiled maps: known mazes begin 10 times faster
     total_timesteps: int = 20_000_000  # environment steps of the experiment
     learning_rate: float = 3e-4  # of the policy's Adam (paper: 3e-4)
     num_envs: int = 12  # parallel environments (authors' code: 12)

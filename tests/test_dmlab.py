@@ -787,6 +787,26 @@ def test_what_was_returned_stays(dmlab, engine, engine_name):
     envs.close()
 
 
+REAL = {SMALL: (9.2, 4.8), LARGE: (2.5, 1.3), MANY: (0.6, 0.4)}  # a real build's mean and standard error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", REAL)
+def test_random_agent_earns_what_it_does_in_the_real_engine(dmlab, env_id):
+    """144 episodes lie within the 95 % interval of the real build's 12 (Student's t, 11 degrees of freedom: 2.20)."""
+    envs = dmlab.make_envs(lab_args(env_id=env_id, engine="labmaze", num_envs=12))
+    rng, returns, finished = np.random.default_rng(0), np.zeros(12), []
+    envs.reset(seed=0)
+    while len(finished) < 144:
+        _, rewards, terminations, truncations, _ = envs.step(rng.integers(9, size=12))
+        returns += rewards
+        done = terminations | truncations
+        finished += returns[done].tolist()
+        returns[done] = 0
+    mean, error = REAL[env_id]
+    assert abs(np.mean(finished) - mean) < 2.20 * error
+
+
 @pytest.mark.parametrize("engine_name", ["deepmind_lab", "labmaze"])
 def test_stacked_frames(dmlab, engine, monkeypatch, engine_name):
     """The last three frames, the newest last; an episode's first is repeated."""
