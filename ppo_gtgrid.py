@@ -121,7 +121,7 @@ def parse_args(default):
             fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
     for name, value in vars(args).items():
-        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        low, high = (1 if type(value) is int and name not in MAY_BE_0 else 0), HIGHEST.get(name, 2**31 - 1)
         if isinstance(value, (int, float)) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     return args

@@ -126,7 +126,7 @@ def parse_args(default):
             fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
     for name, value in vars(args).items():
-        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        low, high = (1 if type(value) is int and name not in MAY_BE_0 else 0), HIGHEST.get(name, 2**31 - 1)
         if isinstance(value, (int, float)) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     return args
@@ -339,7 +339,7 @@ class ICM(nn.Module):
 
 @torch.inference_mode()
 def embed_all(rnet, obs, chunk=256):
-    """Embeddings (T, N, 2, ...) of observations (T, N, ...), by chunks that stay in the cache."""
+    """Embeddings (T, N, ...) of observations (T, N, ...), by chunks that stay in the cache."""
     return torch.cat([rnet.embed(part) for part in obs.flatten(0, 1).split(chunk)]).unflatten(0, obs.shape[:2])
 
 
@@ -532,7 +532,7 @@ if __name__ == "__main__":
                         phi, next_phi = phi.float(), next_phi.float()
                         forward_loss = icm.forward_error(phi.detach(), next_phi.detach(), b_actions[mb_inds]).mean()
                         inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
-                        loss = loss + forward_loss + inverse_loss  # of other weights each, so Adam makes them equal
+                        loss = loss + forward_loss + inverse_loss  # each trains layers of its own: no weights
                         charts |= {"icm/forward_loss": forward_loss, "icm/inverse_loss": inverse_loss}
                     optimizer.zero_grad()
                     loss.backward()

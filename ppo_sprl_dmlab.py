@@ -127,7 +127,7 @@ def parse_args(default):
             fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
     for name, value in vars(args).items():
-        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        low, high = (1 if type(value) is int and name not in MAY_BE_0 else 0), HIGHEST.get(name, 2**31 - 1)
         if isinstance(value, (int, float)) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     return args
@@ -725,7 +725,7 @@ def make_rnet(envs, args, blocks=(2, 2, 1), num_layers=3):  # the paper's SPRL; 
 
 @torch.inference_mode()
 def embed_all(rnet, obs, chunk=256):
-    """Embeddings (T, N, 2, ...) of observations (T, N, ...), by chunks that stay in the cache."""
+    """Embeddings (T, N, ...) of observations (T, N, ...), by chunks that stay in the cache."""
     return torch.cat([rnet.embed(part) for part in obs.flatten(0, 1).split(chunk)]).unflatten(0, obs.shape[:2])
 
 
@@ -923,7 +923,7 @@ if __name__ == "__main__":
     if rnet:  # it sees the newest frame alone, so the ring holds no stacks
         ring = Ring(max(args.ring_size // args.num_envs, args.num_steps, window + 1), obs[:, :, -1:])
         ring.add(obs[-1:, :, -1:], segment_steps[-1:])
-        embeddings = torch.cat(window * [embed_all(rnet, obs[-1:])])  # the last is real, no pair has the others
+        embeddings = torch.cat(window * [embed_all(rnet, obs[-1:])])  # no pair has any but the last
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
@@ -1049,8 +1049,8 @@ if __name__ == "__main__":
                     print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
                 if next_rnet_step == start_step + args.rnet_start and device.type == "cpu":  # the first training
                     eta = (args.total_timesteps - global_step) / (global_step - start_step) * (time.time() - start_time)
-                    print(f"\nabout {eta / 3600:.1f} h on this CPU, less with `--rnet-width 16`", file=sys.stderr)
-                next_rnet_step = global_step + args.rnet_intervals[(global_step >= 1e6) + (global_step >= 2e6)]
+                    print(f"\nat least {eta / 3600:.1f} h on this CPU, less with `--rnet-width 16`", file=sys.stderr)
+                next_rnet_step = global_step + args.rnet_intervals[min(global_step // 1_000_000, 2)]
 
             # LOG #####################################################################################################
             charts["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)

@@ -112,7 +112,7 @@ def parse_args(default):
             fail(re.sub(r"[│╭╮╰╯─\s]+", " ", errors.getvalue()).strip())
         raise
     for name, value in vars(args).items():
-        low, high = int(type(value) is int and name not in MAY_BE_0), HIGHEST.get(name, 2**31 - 1)
+        low, high = (1 if type(value) is int and name not in MAY_BE_0 else 0), HIGHEST.get(name, 2**31 - 1)
         if isinstance(value, (int, float)) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value} is out of range, accepted: {low} to {high}")
     return args
@@ -273,7 +273,7 @@ def make_rnet(envs, args):
 
 @torch.inference_mode()
 def embed_all(rnet, obs, chunk=256):
-    """Embeddings (T, N, 2, ...) of observations (T, N, ...), by chunks that stay in the cache."""
+    """Embeddings (T, N, ...) of observations (T, N, ...), by chunks that stay in the cache."""
     return torch.cat([rnet.embed(part) for part in obs.flatten(0, 1).split(chunk)]).unflatten(0, obs.shape[:2])
 
 
@@ -470,7 +470,7 @@ if __name__ == "__main__":
         ring = Ring(max(args.ring_size // args.num_envs, args.num_steps, window + 1), obs)
         ring.add(obs[-1:], segment_steps[-1:])
     if rnet:
-        embeddings = torch.cat(window * [embed_all(rnet, obs[-1:])])  # the last is real, no pair has the others
+        embeddings = torch.cat(window * [embed_all(rnet, obs[-1:])])  # no pair has any but the last
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
@@ -599,7 +599,7 @@ if __name__ == "__main__":
                 empty_trainings = 0 if triplets.shape[1] else empty_trainings + 1
                 if empty_trainings == 5:
                     print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
-                next_rnet_step = global_step + args.rnet_intervals[(global_step >= 1e6) + (global_step >= 2e6)]
+                next_rnet_step = global_step + args.rnet_intervals[min(global_step // 1_000_000, 2)]
 
             # LOG #####################################################################################################
             charts["charts/SPS"] = (global_step - start_step) / (time.time() - start_time)
