@@ -388,30 +388,34 @@ def pixel_cost(args):
 
 
 def draw_scaling(rows, path):
-    """Draws rows of (against what, value, PPO's steps/s, SPRL's, the constraint's ms), the last three with ranges."""
+    """Draws rows of (against what, value, precision, PPO's steps/s, SPRL's, the constraint's ms), these with ranges."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     sweeps = list(dict.fromkeys(row[0] for row in rows))
-    figure, axes = plt.subplots(2, len(sweeps), figsize=(3 * len(sweeps), 5), layout="constrained", sharey="row")
-    lines = (0, "PPO", "#0072B2"), (0, "SPRL", "#D55E00"), (1, "cost and RNet training of SPRL", "#D55E00")
+    figure, axes = plt.subplots(2, len(sweeps), figsize=(3 * len(sweeps) + 2, 5), layout="constrained", sharey="row")
+    lines = (0, "PPO", "#0072B2"), (0, "SPRL", "#D55E00"), (1, "cost and RNet training", "#D55E00")
     for column, name in enumerate(sweeps):
-        _, values, *series = zip(*(row for row in rows if row[0] == name))
-        for (row, label, color), measured in zip(lines, series):
-            middle, low, high = zip(*measured)
-            axes[row, column].plot(values, middle, "o-", color=color, label=label)
-            axes[row, column].fill_between(values, low, high, color=color, alpha=0.2, linewidth=0)
+        for precision, style in (("fp32", "o--"), ("bf16", "o-")):
+            _, values, _, *series = zip(*(row for row in rows if row[0] == name and row[2] == precision))
+            for (row, label, color), measured in zip(lines, series):
+                middle, low, high = zip(*measured)
+                axes[row, column].plot(values, middle, style, color=color, label=f"{label}, {precision}")
+                axes[row, column].fill_between(values, low, high, color=color, alpha=0.2, linewidth=0)
         for axis in axes[:, column]:
             axis.set_xscale("log" if name == "environments" else "linear")
+            axis.set_xticks(values, [f"{value // 1000}K" if value >= 1000 else value for value in values])
+            axis.minorticks_off()
             axis.grid(alpha=0.3)
         axes[1, column].set_xlabel(name)
     axes[0, 0].set_ylabel("steps/s")
     axes[1, 0].set_ylabel("ms per 1000 steps")
     for axis in axes[:, 0]:
         axis.set_ylim(0, None)
-        axis.legend(loc="lower left")
+    for axis in axes[:, -1]:
+        axis.legend(loc="lower left", bbox_to_anchor=(1, 0))
     figure.savefig(path, dpi=110)
 
 
@@ -433,7 +437,9 @@ def scaling(args):
             flags = dict(zip(base.split()[::2], base.split()[1::2]))
             flags |= dict(zip(changed.split()[::2], changed.split()[1::2]))
             flags = " ".join(f"{flag} {setting}" for flag, setting in flags.items())
-            points[name, value] = f"{METHODS['ppo']} {flags if shared else base}", f"{METHODS['sprl']} {flags}"
+            for precision, end in (("fp32", ""), ("bf16", "-bf16")):
+                ppo, sprl = METHODS[f"ppo{end}"], METHODS[f"sprl{end}"]
+                points[name, value, precision] = f"{ppo} {flags if shared else base}", f"{sprl} {flags}"
     jobs = list(dict.fromkeys(job for pair in points.values() for job in pair))
     for repetition in range(args.repetitions):
         for number, job in enumerate(jobs, 1):
@@ -445,15 +451,16 @@ def scaling(args):
         return 1e6 * (run["parts"]["intrinsic reward"] + run["parts"]["rnet update"]) / run["steps"]
 
     rows = []
-    for (name, value), jobs in points.items():
+    for point, jobs in points.items():
         sps = [[run["sps"] for run in runs[job]] for job in jobs]
         cost = [constraint(run) for run in runs[jobs[1]]]
-        rows.append((name, value, *((statistics.median(x), min(x), max(x)) for x in (*sps, cost))))
+        rows.append((*point, *((statistics.median(x), min(x), max(x)) for x in (*sps, cost))))
     with open(folder / "scaling.csv", "w", newline="") as file:
         writer = csv.writer(file)
         columns = ("ppo_steps_per_s", "sprl_steps_per_s", "constraint_ms_per_1000_steps")
-        writer.writerow(("against", "value", *(f"{column}{end}" for column in columns for end in ("", "_min", "_max"))))
-        writer.writerows((name, value, *(round(x) for triple in rest for x in triple)) for name, value, *rest in rows)
+        ends = [f"{column}{end}" for column in columns for end in ("", "_min", "_max")]
+        writer.writerow(("against", "value", "precision", *ends))
+        writer.writerows((*row[:3], *(round(x) for triple in row[3:] for x in triple)) for row in rows)
     draw_scaling(rows, folder / "scaling.png")
 
 
