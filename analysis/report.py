@@ -104,9 +104,11 @@ def make_notes(rows, scaled, baselines, score="return"):
     if pooled:
         tasks = pooled[0]["tasks"]
         notes.append(
-            f"All tasks: seeds 1 to {pooled[0]['seeds'] // tasks} of the methods that have them on all {tasks} tasks, "
-            "pooled for the IQM" + ", averaged over tasks for P(better)" * bool(baselines) + "."
+            f"All tasks: seeds 1 to {pooled[0]['seeds'] // tasks} of the methods that have them on all {tasks} tasks. "
+            "They are pooled for the IQM."
         )
+        if baselines:
+            notes[-1] += " P(better) is averaged over tasks."
         if scaled:
             notes[-1] += " Returns are scaled in each task from 0, its worst run, to 1, its best."
     return notes
@@ -130,7 +132,9 @@ def write_markdown(rows, scaled, baselines, score, claim, path):
     def clean(text):
         return html.escape(text, quote=False).replace("|", "\\|").replace("`", "\\`")
 
-    notes = [f"The paper's claim: {claim}"] * bool(claim) + make_notes(rows, scaled, baselines, score)
+    notes = make_notes(rows, scaled, baselines, score)
+    if claim:
+        notes.insert(0, f"The paper's claim: {claim}")
     lines = ["\n\n".join(clean(note) for note in notes)]
     for env_id, members in by_env(rows).items():
         columns = make_columns(env_id == ALL, baselines, score)
