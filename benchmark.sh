@@ -56,7 +56,7 @@ $grids
 run ppo ppo_sprl_minigrid.py --cost-scale 0 $grid
 run sprl $grid_sprl $grid_window
 # measured best; the paper has 0.001 for ECO, and for ICM 0.1 of a bonus that is not divided by its mean
-run eco ppo_eco.py --bonus-scale 0.03 --whole-bias $grid --bonus-bias 0.5 --k 3 --negative-bias 20 $memory
+run eco ppo_eco.py --bonus-scale 0.1 $grid --bonus-bias 0.5 --k 3 --negative-bias 20 $memory
 run icm ppo_icm.py --bonus-scale 0.001 $grid
 run gt-grid ppo_gtgrid.py --bonus-scale 0.01 $grid
 
