@@ -256,11 +256,13 @@ class GridCNN(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):  # (B, frames, W, H, 3) uint8
-        x = self.codes(obs).permute(0, 3, 1, 2)  # (B, C, W, H), channels_last in memory
-        for conv in self.convs:
-            # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx; SAME pads an even kernel at the end only
+        no_code = 255 if self.codes.encoding == "onehot" else 0
+        obs = F.pad(obs, (0, 0, 0, 1, 0, 1), value=no_code)  # SAME pads an even kernel at the end; cheapest in uint8
+        x = self.codes(obs).permute(0, 3, 1, 2)  # (B, C, W + 1, H + 1), channels_last in memory
+        for i, conv in enumerate(self.convs):
+            # CReLU, [relu(Wx), relu(-Wx)], without copies of the large Wx
             weight, bias = torch.cat([conv.weight, -conv.weight]), torch.cat([conv.bias, -conv.bias])
-            x = F.conv2d(F.pad(x, (0, 1, 0, 1)), weight, bias).relu_()
+            x = F.conv2d(F.pad(x, (0, 1, 0, 1)) if i else x, weight, bias).relu_()
         return x.permute(0, 2, 3, 1).flatten(1)  # no copy in channels_last
 
 
