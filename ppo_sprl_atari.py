@@ -156,8 +156,8 @@ def make_envs(args):
 
 # AGENT ###############################################################################################################
 class Scale(nn.Module):
-    def forward(self, obs):  # uint8 -> [0, 1]
-        return obs / 255
+    def forward(self, obs):  # uint8 -> [0, 1], channels_last; multiplying in place is faster than a division
+        return obs.contiguous(memory_format=torch.channels_last).float().mul_(1 / 255)
 
 
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
@@ -227,7 +227,7 @@ class AtariRNet(nn.Module):
         self.is_pixel, widths = is_pixel, [width * 2**stage for stage, n in enumerate(blocks) for _ in range(n)]
         hidden, side = 8 * width, -(-21 // 2 ** (len(blocks) - 1))  # the stem leaves 21 of 84, each stage halves it
         self.branch = nn.Sequential(
-            nn.Conv2d(num_frames, width, 7, 2, padding=3, bias=False), nn.GroupNorm(1, width), nn.ReLU(),
+            Scale(), nn.Conv2d(num_frames, width, 7, 2, padding=3, bias=False), nn.GroupNorm(1, width), nn.ReLU(),
             nn.MaxPool2d(3, 2, padding=1), *(ResidualBlock(i, o, o // i) for i, o in zip([width, *widths], widths)),
             nn.Flatten(), nn.Linear(widths[-1] * side**2, hidden), nn.ReLU(),  # a mean over places would forget them
         ).to(memory_format=torch.channels_last)  # fmt: skip
@@ -240,14 +240,14 @@ class AtariRNet(nn.Module):
     def embed(self, obs):  # (B, frames, 84, 84) uint8 -> (B, 2, ...): as the early and as the late state of a pair
         if self.is_pixel:
             return obs.unsqueeze(1).expand(-1, 2, *obs.shape[1:])
-        embedding = self.branch(obs / 255)
+        embedding = self.branch(obs)
         return torch.stack([self.early(embedding), self.late(embedding)], 1)
 
     def compare(self, early, late):  # (B, ...), (B, ...) -> (B,) logits
         if not self.is_pixel:
             return self.head(early + late).squeeze(-1)
         pairs = zip(early.split(256), late.split(256))  # what the ResNet computes of them must fit the memory
-        images = [self.branch(torch.cat([b / 255 - a / 255, b / 255])).chunk(2) for a, b in pairs]
+        images = [self.branch(torch.cat([b.float() - a.float(), b])).chunk(2) for a, b in pairs]
         return torch.cat([self.head(self.early(a) + self.late(b)) for a, b in images]).squeeze(-1)
 
 

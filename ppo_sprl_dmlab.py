@@ -624,7 +624,7 @@ def make_envs(args):
 # AGENT ###############################################################################################################
 class ToImage(nn.Module):
     def forward(self, obs):  # (B, frames, 84, 84, 3) uint8 -> (B, frames * 3, 84, 84) in [0, 1], channels_last
-        return (obs.movedim(1, 3).flatten(3) / 255).permute(0, 3, 1, 2)
+        return obs.movedim(1, 3).flatten(3).float().mul_(1 / 255).permute(0, 3, 1, 2)  # faster than a division
 
 
 def layer_init(layer, std=np.sqrt(2), bias_const=0.0):

@@ -164,7 +164,7 @@ def hand_norm(x, norm):
 
 def hand_resnet(branch, x, blocks, width):
     """The stem and the stages written out from the paper's numbers; only the weights are the network's."""
-    stem, norm, _, _, *residuals, _, dense, _ = branch
+    _, stem, norm, _, _, *residuals, _, dense, _ = branch
     x = hand_norm(F.conv2d(x, stem.weight, None, 2, 3), norm).clamp(min=0)
     x = F.max_pool2d(x, 3, 2, 1)
     residuals = iter(residuals)
