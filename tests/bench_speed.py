@@ -271,6 +271,25 @@ def update_gflop(namespace):
     return counter.get_total_flops() * args.num_minibatches * args.update_epochs / 1e9
 
 
+def trainings(args):
+    """How often the RNet is trained in a run of these settings."""
+    count, due, batch_size = 0, args.rnet_start, args.num_envs * args.num_steps
+    for step in range(batch_size, args.total_timesteps + 1, batch_size):
+        if step >= due:
+            count, due = count + 1, step + args.rnet_intervals[min(step // 1_000_000, 2)]
+    return count
+
+
+def whole_run_sps(namespace, parts, rows, num_steps):
+    """steps/s of a run of the script's own length, by calculation: what was measured, but the RNet's trainings, which
+    are in their densest phase, as often as in the whole run."""
+    whole, measured = namespace["Args"](), sum("rnet/triplets" in row for row in rows)
+    seconds = (sum(parts.values()) - parts["rnet update"]) / num_steps * whole.total_timesteps
+    if measured:
+        seconds += parts["rnet update"] / measured * trainings(whole)
+    return whole.total_timesteps / seconds
+
+
 def child(args):
     import torch
 
@@ -296,6 +315,8 @@ def child(args):
         parts, sps, namespace = run_script(command, fill, args.burn_in, args.iterations)
         gflops = update_gflop(namespace) * args.iterations / parts["policy update"]
         result = {"sps": sps, "parts": parts, "gflops": gflops, "steps": args.iterations * batch_size}
+        rows = namespace["history"][fill + args.burn_in :][: args.iterations]
+        result["whole_run_sps"] = whole_run_sps(namespace, parts, rows, result["steps"])
     result["machine_gflops"] = machine_gflops()
     result["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(result))
@@ -318,13 +339,17 @@ def compare(args):
             results[method].append(measure(DOMAINS[args.domain][1][method], args))
             print(f"repetition {repetition + 1}, {method}: {results[method][-1]['sps']:.0f} steps/s", file=sys.stderr)
     median = {method: statistics.median(run["sps"] for run in runs) for method, runs in results.items()}
-    base = median.get("ppo", next(iter(median.values())))
+    whole = {m: statistics.median(run.get("whole_run_sps", run["sps"]) for run in runs) for m, runs in results.items()}
     print(f"{args.env_id}, {args.threads} threads, medians of {args.repetitions} interleaved repetitions\n")
-    print("| method | steps/s (min to max) | of PPO | " + " | ".join(PARTS) + " | peak MB | update GFLOP/s (matmul) |")
-    print("|---" * (len(PARTS) + 5) + "|")
+    columns = "| method | steps/s (min to max) | of PPO in this precision | over a whole run (calculated) | "
+    print(columns + " | ".join(PARTS) + " | peak MB | update GFLOP/s (matmul) |")
+    print("|---" * (len(PARTS) + 6) + "|")
     for method, runs in results.items():
         sps = [run["sps"] for run in runs]
-        row = f"| {method} | {median[method]:.0f} ({min(sps):.0f} to {max(sps):.0f}) | {median[method] / base:.2f} | "
+        base = "ppo-bf16" if method.endswith("-bf16") else "ppo"
+        row = f"| {method} | {median[method]:.0f} ({min(sps):.0f} to {max(sps):.0f}) | "
+        for measured in (median, whole):
+            row += f"{measured[method] / measured[base]:.2f} | " if base in measured else "| "
         shares = [statistics.median(run["parts"].get(part, 0) for run in runs) for part in PARTS]
         total = sum(shares)
         row += " | ".join(f"{100 * share / total:.0f} %" if total else "" for share in shares)
