@@ -333,7 +333,7 @@ class ICM(nn.Module):
 
     def inverse_error(self, phi, next_phi, actions):
         """-log p(a | s, s'): a categorical over discrete actions, a unit Gaussian (up to a constant) over others."""
-        guess = self.inverse(torch.cat([phi, next_phi], -1))
+        guess = self.inverse(torch.cat([phi, next_phi], -1)).float()
         if self.num_actions:
             return F.cross_entropy(guess, actions, reduction="none")
         return 0.5 * (guess - actions).square().sum(-1)
@@ -531,9 +531,9 @@ if __name__ == "__main__":
                         mb_obs = torch.cat([b_obs[mb_inds], obs[1:].flatten(0, 1)[mb_inds]])  # and the next ones
                         with bf16:
                             phi, next_phi = icm.embed(mb_obs).chunk(2)
-                        phi, next_phi = phi.float(), next_phi.float()
-                        forward_loss = icm.forward_error(phi.detach(), next_phi.detach(), b_actions[mb_inds]).mean()
-                        inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
+                            inverse_loss = icm.inverse_error(phi, next_phi, b_actions[mb_inds]).mean()
+                        phi, next_phi = phi.detach().float(), next_phi.detach().float()
+                        forward_loss = icm.forward_error(phi, next_phi, b_actions[mb_inds]).mean()
                         loss = loss + forward_loss + inverse_loss  # each trains layers of its own: no weights
                         charts |= {"icm/forward_loss": forward_loss, "icm/inverse_loss": inverse_loss}
                     optimizer.zero_grad()

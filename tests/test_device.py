@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CANONICAL, fake_envs, load, random_frames, random_segments
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 META = torch.device("meta")
 IMAGES = torch.zeros((20, 4, 4, 84, 84), dtype=torch.uint8)
@@ -67,3 +68,27 @@ def test_training_step(name, obs, flags):
     embeddings = script.embed_all(rnet.eval(), read(rows[:, None], np.arange(4)))
     cost = script.ksp_cost(rnet, embeddings, segment_steps[:15], 2 + np.arange(1, 11), 90.0)
     assert {loss.device, accuracy.device, embeddings.device, cost.device} == {META}
+
+
+@pytest.mark.parametrize("name, obs, flags", DOMAINS, ids=[name for name, *_ in DOMAINS])
+def test_bf16_reads_nothing_back(name, obs, flags):
+    """Autocast has no meta device. Fake tensors have no values either, so reading one back raises in bf16 as well."""
+    script, envs, bf16 = load(name), fake_envs(obs.shape[2:]), torch.autocast("cpu", torch.bfloat16)
+    args, is_state = script.Args(**flags), obs.is_floating_point()
+    envs.single_action_space = gym.spaces.Box(-1, 1, (4,)) if is_state else envs.single_action_space
+    agent, rnet = script.make_agent(envs, args), script.make_rnet(envs, args)
+    agent.precision = bf16
+    segment_steps = random_segments(np.random.default_rng(0), 20, 4, 0.05)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        obs = fake.from_tensor(obs)
+        with pytest.raises(RuntimeError):
+            obs.sum().item()
+        action, logprob, entropy, value = agent.get_action_and_value(obs[0])
+        (logprob + entropy + value).sum().backward()
+        loss, accuracy = bf16(script.rnet_loss)(rnet, *obs[:3], 0.1)
+        loss.backward()
+        embeddings = bf16(script.embed_all)(rnet.eval(), obs)
+        gaps = 2 + np.arange(1, 11)
+        cost = bf16(script.ksp_cost)(rnet, embeddings, segment_steps[5:], gaps, 90.0)
+    assert {x.dtype for x in (logprob, entropy, value, loss, accuracy, cost)} == {torch.float32}
+    assert embeddings.dtype == (torch.uint8 if "pixel-difference" in flags.values() else torch.bfloat16)
