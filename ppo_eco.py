@@ -55,7 +55,7 @@ class Args:
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also any other grid world, Atari game, Fetch or DMLab task
     total_timesteps: int = 500_000  # environment steps of the experiment
-    learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
+    learning_rate: float = 0.003  # of the policy's Adam (paper's MiniGrid: 0.003, for SPRL 0.01)
     num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
@@ -67,12 +67,12 @@ class Args:
     clip_coef: float = 0.1  # clipping range of the policy ratio (authors' code: 0.1)
     anneal_clip: bool = True  # anneal the clipping range linearly to 0 (authors' code)
     clip_vloss: bool = True  # clip the value loss by the same range
-    ent_coef: float = 0.01  # entropy bonus (paper: 0.01)
+    ent_coef: float = 0.01  # entropy bonus (paper's MiniGrid: 0.01)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the policy's gradient
-    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper: 100)
+    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper's MiniGrid: 100)
     encoding: Literal["onehot", "raw"] = "onehot"  # one-hot cell codes, or the paper's plain numbers divided by 10
-    stack_observations: int = 0  # m: the policy sees the last m observations besides the current one (paper: 0)
+    stack_observations: int = 0  # m: the policy also sees the last m observations (paper's MiniGrid: 0)
     clip_rewards: bool = False  # learn from rewards clipped to [-1, 1] (Atari: True)
     action_noise: float = 0.003  # Fetch: sigma of the Gaussian noise on the actions (paper: 0.003)
     n_substeps: int = 20  # Fetch: simulator steps per action; the time limit is multiplied by 20 / n_substeps
@@ -81,13 +81,13 @@ class Args:
     level_cache: str | None = None  # DMLab: folder where deepmind_lab's compiled maps are kept
 
     # ECO
-    bonus_scale: float = 0.001  # weight of the bonus; 0 is plain PPO (paper: 0.001)
+    bonus_scale: float = 0.001  # weight of the bonus; 0 is plain PPO (paper's MiniGrid: 0.001)
     bonus_bias: float = 0.5  # the bonus is bias - similarity to the memory (authors' DMLab code: 0.5)
-    k: int = 3  # RNet positives lie within k steps (paper: 3)
+    k: int = 3  # RNet positives lie within k steps (paper's MiniGrid: 3)
     whole_bias: bool = False  # a state that enters the memory earns the whole bias (authors' code)
     memory_size: int = 200  # states in the episodic memory of each environment (authors' code: 200)
     memory_percentile: float = 90.0  # of the RNet's outputs against the memory: the similarity (authors' code: 90)
-    ring_size: int = 60_000  # the RNet learns from the agent's last this many steps (paper: 60K)
+    ring_size: int = 60_000  # the RNet learns from the agent's last this many steps (paper's MiniGrid: 60K)
     negative_bias: int = 20  # Delta-: negatives lie at least k + Delta- steps after the anchor (SPRL's: 20)
     positive_bias: int = 5  # Delta+: the next anchor lies 1..Delta+ steps after the positive (SPRL's: 5)
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)  # steps between RNet trainings: to 1M, to 2M, after
@@ -97,7 +97,7 @@ class Args:
     rnet_learning_rate: float = 1.5e-3  # of the RNet's Adam (authors' code: 3e-4)
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
-    heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
+    heldout_pairs: int = 15_000  # new pairs of each kind that measure the RNet's accuracy (paper's MiniGrid: 15K)
     rnet_reliable_accuracy: float = 0.75  # no bonus until a held-out accuracy has passed this
     rnet_width: int = 64  # images: channels of the RNet's first residual blocks (16 suits a CPU)
 

@@ -54,7 +54,7 @@ class Args:
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also KeyDoors, 11x11, or any registered MiniGrid world
     total_timesteps: int = 500_000  # environment steps of the experiment
-    learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
+    learning_rate: float = 0.003  # of the policy's Adam (paper's MiniGrid: 0.003, for SPRL 0.01)
     num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
@@ -66,20 +66,20 @@ class Args:
     clip_coef: float = 0.1  # clipping range of the policy ratio (authors' code: 0.1)
     anneal_clip: bool = True  # anneal the clipping range linearly to 0 (authors' code)
     clip_vloss: bool = True  # clip the value loss by the same range
-    ent_coef: float = 0.01  # entropy bonus (paper: 0.01)
+    ent_coef: float = 0.01  # entropy bonus (paper's MiniGrid: 0.01)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the policy's gradient
-    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper: 100)
+    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper's MiniGrid: 100)
     encoding: Literal["onehot", "raw"] = "onehot"  # one-hot cell codes, or the paper's plain numbers divided by 10
-    stack_observations: int = 0  # m: the policy sees the last m observations besides the current one (paper: 0)
+    stack_observations: int = 0  # m: the policy also sees the last m observations (paper's MiniGrid: 0)
     clip_rewards: bool = False  # learn from rewards clipped to [-1, 1] (Atari: True)
     engine: Literal["auto", "deepmind_lab", "labmaze"] = "auto"  # DMLab; scores of the stand-in are not comparable
     renderer: Literal["software", "hardware"] = "software"  # DMLab: how deepmind_lab draws, on the CPU or on a GPU
     level_cache: str | None = None  # DMLab: folder where deepmind_lab's compiled maps are kept
 
     # GT-Grid
-    bonus_scale: float = 0.01  # weight of the bonus; 0 is plain PPO (paper: 0.01)
-    cell_size: int = 1  # side of a cell: grid squares, Atari's pixels, DMLab's units, 100 a square (paper: 1)
+    bonus_scale: float = 0.01  # weight of the bonus; 0 is plain PPO (paper's MiniGrid: 0.01)
+    cell_size: int = 1  # a cell's side: grid squares, Atari's pixels, DMLab's units, 100 a square (paper's MiniGrid: 1)
 
 
 DOMAINS = {  # how a domain's ids look, and its settings where they differ from the defaults, which are MiniGrid's

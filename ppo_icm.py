@@ -55,7 +55,7 @@ class Args:
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also any other grid world, Atari game, Fetch or DMLab task
     total_timesteps: int = 500_000  # environment steps of the experiment
-    learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
+    learning_rate: float = 0.003  # of the policy's Adam (paper's MiniGrid: 0.003, for SPRL 0.01)
     num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
@@ -67,12 +67,12 @@ class Args:
     clip_coef: float = 0.1  # clipping range of the policy ratio (authors' code: 0.1)
     anneal_clip: bool = True  # anneal the clipping range linearly to 0 (authors' code)
     clip_vloss: bool = True  # clip the value loss by the same range
-    ent_coef: float = 0.01  # entropy bonus (paper: 0.01)
+    ent_coef: float = 0.01  # entropy bonus (paper's MiniGrid: 0.01)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the policy's gradient
-    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper: 100)
+    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper's MiniGrid: 100)
     encoding: Literal["onehot", "raw"] = "onehot"  # one-hot cell codes, or the paper's plain numbers divided by 10
-    stack_observations: int = 0  # m: the policy sees the last m observations besides the current one (paper: 0)
+    stack_observations: int = 0  # m: the policy also sees the last m observations (paper's MiniGrid: 0)
     clip_rewards: bool = False  # learn from rewards clipped to [-1, 1] (Atari: True)
     action_noise: float = 0.003  # Fetch: sigma of the Gaussian noise on the actions (paper: 0.003)
     n_substeps: int = 20  # Fetch: simulator steps per action; the time limit is multiplied by 20 / n_substeps
@@ -81,7 +81,7 @@ class Args:
     level_cache: str | None = None  # DMLab: folder where deepmind_lab's compiled maps are kept
 
     # ICM
-    bonus_scale: float = 0.001  # weight of the bonus, whose mean is 1; 0 is plain PPO (paper: 0.1, not divided)
+    bonus_scale: float = 0.001  # weight of a bonus of mean 1; 0 is plain PPO (paper's MiniGrid: 0.1, not divided)
     bonus_clip: float = 5.0  # largest bonus before it is weighted
 
 
@@ -485,6 +485,8 @@ if __name__ == "__main__":
                 charts |= {"icm/bonus": bonus.sum() / valid.sum(), "icm/forward_error": mean_error}
             if scaler:
                 total_rewards = scaler(total_rewards, torch.from_numpy(valid).to(device), args.gamma)
+            if scaler and icm:  # the time limit is an end, or not arriving would be paid
+                terminations |= truncations
 
             # ADVANTAGE ###############################################################################################
             with torch.inference_mode():

@@ -86,7 +86,7 @@ class Args:
     rnet_learning_rate: float = 3e-4  # of the RNet's Adam (authors' code: 3e-4)
     rnet_weight_decay: float = 0.03  # L2 penalty of the RNet, whose layers are normalized (paper: 0.03)
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
-    heldout_pairs: int = 7_500  # pairs of each kind that measure the RNet before it trains on them (paper: 7,500)
+    heldout_pairs: int = 7_500  # new pairs of each kind that measure the RNet's accuracy (paper: 7,500)
     rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
     rnet_input: Literal["auto", "pixel-difference", "embedding-difference"] = "auto"  # the paper's on a GPU, else ours
     rnet_width: int = 64  # channels of the RNet's first blocks; its FC layers have 8 times as many (16 suits a CPU)

@@ -82,7 +82,7 @@ class Args:
     ent_coef: float = 0.004  # entropy bonus (paper: 0.004)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 10.0  # largest norm of the policy's gradient (authors' code: 10)
-    stack_observations: int = 0  # m: the policy sees the last m observations besides the current one (paper: 0)
+    stack_observations: int = 0  # m: the policy also sees the last m observations (paper: 0)
 
     # SPRL
     cost_scale: float = 0.06  # lambda, the weight of the k-SP cost; 0 is plain PPO (paper: 0.06)
@@ -100,9 +100,9 @@ class Args:
     rnet_triplets: int = 2_500  # most triplets, two pairs each, of one RNet training (authors' code: 15K)
     rnet_batch_size: int = 64  # triplets per RNet minibatch (authors' code: 64)
     rnet_learning_rate: float = 3e-4  # of the RNet's Adam (authors' code: 3e-4)
-    rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet, added to the gradient as 1e-4 * w (authors' code: 2e-4)
+    rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet, added to the gradient as 1e-4 * w (authors' code: 4e-4)
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
-    heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
+    heldout_pairs: int = 15_000  # new pairs of each kind that measure the RNet's accuracy (paper: 15K)
     rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
 
 

@@ -53,7 +53,7 @@ class Args:
     # PPO
     env_id: str = "MiniGrid-FourRooms-7x7-v0"  # also KeyDoors, 11x11, or any registered MiniGrid world
     total_timesteps: int = 500_000  # environment steps of the experiment
-    learning_rate: float = 0.003  # of the policy's Adam (paper: 0.003, for SPRL 0.01)
+    learning_rate: float = 0.003  # of the policy's Adam (paper's MiniGrid: 0.003, for SPRL 0.01)
     num_envs: int = 12  # parallel environments (authors' code: 12)
     num_steps: int = 256  # steps per environment and rollout (authors' code: 256)
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
@@ -65,12 +65,12 @@ class Args:
     clip_coef: float = 0.1  # clipping range of the policy ratio (authors' code: 0.1)
     anneal_clip: bool = True  # anneal the clipping range linearly to 0 (authors' code)
     clip_vloss: bool = True  # clip the value loss by the same range
-    ent_coef: float = 0.01  # entropy bonus (paper: 0.01)
+    ent_coef: float = 0.01  # entropy bonus (paper's MiniGrid: 0.01)
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the policy's gradient
-    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper: 100)
+    max_episode_steps: int = 100  # time limit of an episode, a truncation (paper's MiniGrid: 100)
     encoding: Literal["onehot", "raw"] = "onehot"  # one-hot cell codes, or the paper's plain numbers divided by 10
-    stack_observations: int = 0  # m: the policy sees the last m observations besides the current one (paper: 0)
+    stack_observations: int = 0  # m: the policy also sees the last m observations (paper's MiniGrid: 0)
 
     # SPRL
     cost_scale: float = 0.01  # lambda, the weight of the k-SP cost; 0 is plain PPO (paper: 0.002)
@@ -80,7 +80,7 @@ class Args:
     num_tolerance_samples: int = 60  # N: s_t is compared with s_{t-(k+n*Delta t)}, n = 1..N (paper: 60)
     cost_percentile: float = 97.0  # the cost is 1 where this percentile of the N outputs exceeds 0.5 (paper: 90)
     rnet: Literal["learned", "oracle"] = "learned"  # the learned network, or the grid's own dynamics (GT-SPRL)
-    ring_size: int = 60_000  # the RNet learns from the agent's last this many steps (paper: 60K)
+    ring_size: int = 60_000  # the RNet learns from the agent's last this many steps (paper's MiniGrid: 60K)
     negative_bias: int = 20  # Delta-: negatives lie at least k + Delta- steps after the anchor (paper: 20)
     positive_bias: int = 5  # Delta+: the next anchor lies 1..Delta+ steps after the positive (paper: 5)
     rnet_intervals: tuple[int, int, int] = (6_000, 12_000, 36_000)  # steps between RNet trainings: to 1M, to 2M, after
@@ -90,7 +90,7 @@ class Args:
     rnet_learning_rate: float = 1.5e-3  # of the RNet's Adam (authors' code: 3e-4)
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
-    heldout_pairs: int = 15_000  # pairs of each kind that measure the RNet before it trains on them (paper: 15K)
+    heldout_pairs: int = 15_000  # new pairs of each kind that measure the RNet's accuracy (paper's MiniGrid: 15K)
     rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
 
 

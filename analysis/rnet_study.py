@@ -3,13 +3,16 @@
     python analysis/rnet_study.py ppo_sprl_atari.py --flags="--env-id Freeway-v5 --rnet-width 16" --out study.csv
     python analysis/rnet_study.py ppo_sprl_fetch.py --keep-positives --label kept --out study.csv
 
-A row per RNet training is added to the CSV file: the held-out accuracy of Appendix B, on the newest rollout before the
-RNet trains on it; the same near the ends of segments; training accuracy; the norm of the weights.
+Command, commit and a row per RNet training are added to the CSV file: the held-out accuracy of Appendix B, on the
+newest rollout before the RNet trains on it; the same near the ends of segments; training accuracy; the norm of the
+weights.
 """
 
 import csv
 import os
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,6 +154,9 @@ def main(args):
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:
             writer.writeheader()
+        commit = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty --exclude=*")
+        command = shlex.join(["python", "analysis/rnet_study.py", *sys.argv[1:]])
+        file.write(f"# command: {command}\n# commit: {commit}\n")
         for row in rows:
             row = {name: round(value, 4) for name, value in row.items()}
             writer.writerow({"label": args.label, "env_id": run_args.env_id, "seed": run_args.seed, **row})

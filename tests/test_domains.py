@@ -141,14 +141,6 @@ def test_other_ids_are_taken_for_grids(name, env_id):
     assert load(name).load_domain(env_id)[0] == "minigrid"
 
 
-def test_eco_is_not_paid_for_not_arriving(run):
-    """With a bias Fetch's time limit is an end, without one it bootstraps."""
-    for bias in (0, 1):
-        result = run(f"--env-id {REACH} {ECO_FLAGS} {SHORT} --bonus-bias {bias} --run-name bias{bias}{steps(2)}", ECO)
-        at_limit = result["truncations"]
-        assert at_limit.sum() > 3 and (result["terminations"][at_limit] == bias).all()
-
-
 def layers(network, kind):
     return [part for part in network.modules() if isinstance(part, kind)]
 
@@ -224,6 +216,22 @@ RUNS = {  # flags, iterations
 }
 SLOW_RUNS = [(ECO, ASTEROIDS), (ICM, ASTEROIDS), (ECO, MANY), (ICM, MANY)]
 NAMES = {ECO: "rnet rnet_is_reliable segment_steps", ICM: "icm actions", GT_GRID: ""}
+
+
+@pytest.mark.parametrize(
+    "name, flags, is_end",
+    [
+        (ECO, f"{ECO_FLAGS} --bonus-bias 0", False),
+        (ECO, f"{ECO_FLAGS} --bonus-bias 1", True),
+        (ICM, f"{SMALL} --bonus-scale 0", False),
+        (ICM, SMALL, True),  # its bonus is never negative
+    ],
+)
+def test_nobody_is_paid_for_not_arriving(run, name, flags, is_end):
+    """With a bonus for being somewhere Fetch's time limit is an end, without one it bootstraps."""
+    result = run(f"--env-id {REACH} {SHORT} {flags}{steps(2)}", name)
+    at_limit = result["truncations"]
+    assert at_limit.sum() > 3 and (result["terminations"][at_limit] == is_end).all()
 
 
 class Generous(gym.vector.VectorWrapper):

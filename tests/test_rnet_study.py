@@ -40,7 +40,10 @@ def test_rows_of_a_study(tmp_path, capsys):
     for label, keep in (("dropped", False), ("kept", True)):
         out = str(tmp_path / "study.csv")
         rnet_study.main(rnet_study.Args("ppo_sprl_fetch.py", flags, 1024, label, keep, out))
-    rows = list(csv.DictReader(open(out)))
+    lines = open(out).read().splitlines()
+    assert sum(line.startswith("# command: python analysis/rnet_study.py") for line in lines) == 2
+    assert sum(line.startswith("# commit: ") for line in lines) == 2
+    rows = list(csv.DictReader(line for line in lines if line[0] != "#"))
     assert [row["label"] for row in rows] == 4 * ["dropped"] + 4 * ["kept"]
     assert [row["triplets"] for row in rows[:4]] == [row["triplets"] for row in rows[4:]]
     assert all(0 <= float(row["heldout_accuracy"]) <= 1 and float(row["weight_norm"]) > 1 for row in rows)
