@@ -176,8 +176,10 @@ class FullyObservable:
 
 def make_world(env_id, max_episode_steps):
     """One world by its id, of a subclass that is fully observable."""
-    world = gym.make(env_id, max_steps=max_episode_steps, disable_env_checker=True).unwrapped
-    return type(type(world).__name__, (FullyObservable, type(world)), {})(**world.spec.kwargs)
+    world = gym.make(env_id, disable_env_checker=True).unwrapped
+    world = type(type(world).__name__, (FullyObservable, type(world)), {})(**world.spec.kwargs)
+    world.max_steps = max_episode_steps
+    return world
 
 
 class GridWorlds(gym.vector.VectorEnv):
@@ -190,9 +192,9 @@ class GridWorlds(gym.vector.VectorEnv):
         try:
             self.worlds = [make_world(env_id, max_episode_steps) for _ in range(num_envs)]
             self.worlds[0].reset(seed=0)
+            self.num_envs, self.map_size = num_envs, (self.worlds[0].width, self.worlds[0].height)
         except Exception as error:  # gymnasium names ids that are close to an unknown one
-            fail(f"--env-id {env_id}, accepted: any MiniGrid world ({error})")
-        self.num_envs, self.map_size = num_envs, (self.worlds[0].width, self.worlds[0].height)
+            fail(f"--env-id {env_id}, accepted: any MiniGrid world, from a package as package:id ({error})")
         self.single_observation_space = gym.spaces.Box(0, 255, (num_frames, *self.map_size, 3), np.uint8)
         self.single_action_space = self.worlds[0].action_space
         self.frames = np.zeros((num_envs, *self.single_observation_space.shape), np.uint8)
@@ -356,7 +358,8 @@ def save_checkpoint(path, learned, **progress):
 def load_checkpoint(path, learned):
     """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file."""
     try:
-        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
+        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():
+            raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])
@@ -416,8 +419,6 @@ if __name__ == "__main__":
         scaler = learned["scaler"] = domain.ReturnScaler(args.num_envs).to(device)
     if domain_name == "dmlab":
         method = f"{method}-{args.engine}"  # the engines' scores are not comparable
-    if args.resume:
-        load_checkpoint(args.resume, learned)
 
     args.run_name = re.sub(r"[^\w.-]", "-", args.run_name or f"{args.env_id}__{method}__{seed}__{int(time.time())}")
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{args.run_name}"
@@ -425,9 +426,11 @@ if __name__ == "__main__":
         os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
-        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
+        fail(f"--run-name or --resume: {run_dir}, accepted: a new one, or to resume one without a live run ({error})")
+    if args.resume:  # once more: now nobody else can write it
+        *_, global_step, history = load_checkpoint(args.resume, learned)
     folder = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --exclude=*")  # or why there is none
+    commit = subprocess.getoutput(f"git -C {shlex.quote(folder)} describe --always --dirty --exclude=*")  # or an error
     origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
@@ -564,7 +567,7 @@ if __name__ == "__main__":
             bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
 
             # CHECKPOINT ##############################################################################################
-            if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
+            if global_step % args.checkpoint_interval < batch_size or iteration == num_iterations:
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
                     evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
@@ -575,11 +578,11 @@ if __name__ == "__main__":
         failure = error
 
     sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
-    save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
-    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    if all(weight.isfinite().all() for weight in agent.parameters()):  # a stop may come before LOG has looked
+        save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    returns = [row["charts/episodic_return"] for row in history if "charts/episodic_return" in row][-10:]
     outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
-    state = "stopped" if failure else "done"
-    print(f"\n{method} {args.env_id}: {state} at step {global_step:,}, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
+    print(f"\n{'stopped' if failure else 'done'} at step {global_step:,}, {outcome}, see {run_dir}", file=sys.stderr)
     envs.close()
     writer.close()
     if returns:

@@ -87,7 +87,7 @@ class Args:
     rnet_weight_decay: float = 0.03  # L2 penalty of the RNet, whose layers are normalized (paper: 0.03)
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 7_500  # new pairs of each kind that measure the RNet's accuracy (paper: 7,500)
-    rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
+    rnet_reliable_accuracy: float = 0.75  # no cost until a heldout-out accuracy has passed this
     rnet_input: Literal["auto", "pixel-difference", "embedding-difference"] = "auto"  # the paper's on a GPU, else ours
     rnet_width: int = 64  # channels of the RNet's first blocks; its FC layers have 8 times as many (16 suits a CPU)
 
@@ -370,7 +370,8 @@ def save_checkpoint(path, learned, **progress):
 def load_checkpoint(path, learned):
     """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file."""
     try:
-        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
+        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():
+            raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])
@@ -429,8 +430,6 @@ if __name__ == "__main__":
         rnet_optimizer = torch.optim.Adam(rnet.parameters(), fused=True)  # its rate is set where it trains
         learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer}
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
-    if args.resume:
-        load_checkpoint(args.resume, learned)
 
     args.run_name = re.sub(r"[^\w.-]", "-", args.run_name or f"{args.env_id}__{method}__{seed}__{int(time.time())}")
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{args.run_name}"
@@ -438,9 +437,11 @@ if __name__ == "__main__":
         os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
-        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
+        fail(f"--run-name or --resume: {run_dir}, accepted: a new one, or to resume one without a live run ({error})")
+    if args.resume:  # once more: now nobody else can write it
+        *_, global_step, history = load_checkpoint(args.resume, learned)
     folder = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --exclude=*")  # or why there is none
+    commit = subprocess.getoutput(f"git -C {shlex.quote(folder)} describe --always --dirty --exclude=*")  # or an error
     origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
@@ -478,7 +479,9 @@ if __name__ == "__main__":
             charts, finished_returns, finished_lengths = {}, [], []
 
             # ROLLOUT #################################################################################################
-            obs[0], segment_steps[0], episode_steps[0] = obs[-1], segment_steps[-1], episode_steps[-1]
+            obs[0] = obs[-1]
+            segment_steps[0] = segment_steps[-1]
+            episode_steps[0] = episode_steps[-1]
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):  # bf16 weights are cast once
                 for step in range(args.num_steps):
                     action, logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
@@ -585,7 +588,7 @@ if __name__ == "__main__":
                 charts["rnet/triplets"] = triplets.shape[1]
                 empty_trainings = 0 if triplets.shape[1] else empty_trainings + 1
                 if empty_trainings == 5:
-                    print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
+                    print("\nno triplets in 5 RNet trainings: too dense rewards or too short episodes", file=sys.stderr)
                 if next_rnet_step == start_step + args.rnet_start and device.type == "cpu":  # the first training
                     eta = (args.total_timesteps - global_step) / (global_step - start_step) * (time.time() - start_time)
                     print(f"\nat least {eta / 3600:.1f} h on this CPU, less with `--rnet-width 16`", file=sys.stderr)
@@ -606,7 +609,7 @@ if __name__ == "__main__":
             bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
 
             # CHECKPOINT ##############################################################################################
-            if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
+            if global_step % args.checkpoint_interval < batch_size or iteration == num_iterations:
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
                     evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
@@ -617,11 +620,11 @@ if __name__ == "__main__":
         failure = error
 
     sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
-    save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
-    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    if all(weight.isfinite().all() for weight in agent.parameters()):  # a stop may come before LOG has looked
+        save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    returns = [row["charts/episodic_return"] for row in history if "charts/episodic_return" in row][-10:]
     outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
-    state = "stopped" if failure else "done"
-    print(f"\n{method} {args.env_id}: {state} at step {global_step:,}, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
+    print(f"\n{'stopped' if failure else 'done'} at step {global_step:,}, {outcome}, see {run_dir}", file=sys.stderr)
     envs.close()
     writer.close()
     if returns:

@@ -88,7 +88,7 @@ class Args:
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 7_500  # new pairs of each kind that measure the RNet's accuracy (paper: 7,500)
-    rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
+    rnet_reliable_accuracy: float = 0.75  # no cost until a heldout-out accuracy has passed this
 
 
 SHOWN = ("charts/episodic_return", "charts/success_rate", "sprl/cost_rate", "rnet/heldout_accuracy")  # on bar and curve
@@ -123,9 +123,8 @@ STATE_SIZES = {"FetchReach-v4": 16, "FetchPush-v4": 31, "FetchSlide-v4": 31, "Fe
 
 
 class FetchRobots(gym.vector.VectorEnv):
-    """EnvPool's Fetch as the paper's sparse task: reward 1 and the end of the episode at the goal, else 0. A state is
-    the observation, the achieved and the desired goal. NEXT_STEP autoreset: EnvPool does it at the time limit. It does
-    not know that the goal ends an episode: the step after that resets this robot alone."""
+    """EnvPool's Fetch as the paper's task: at the goal reward 1 and the episode's end, else 0. A state is observation,
+    achieved and desired goal. NEXT_STEP autoreset: EnvPool's at the time limit, at the goal of this robot alone."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
@@ -168,12 +167,13 @@ def make_envs(args):
     try:  # any other world: its own rewards and time limit
         drawn = {"render_mode": "rgb_array"} if args.capture_video else {}  # not every world can be drawn
         envs = gym.wrappers.vector.FlattenObservation(gym.make_vec(args.env_id, args.num_envs, **drawn))
-        assert isinstance(envs.single_action_space, gym.spaces.Box | gym.spaces.Discrete), "neither Box nor Discrete"
-        if isinstance(envs.single_action_space, gym.spaces.Box):
-            envs = gym.wrappers.vector.ClipAction(envs)
+        space = envs.single_action_space
+        is_box = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+        assert is_box or getattr(space, "start", None) == 0, "its actions are neither a flat Box nor Discrete from 0"
+        envs = gym.wrappers.vector.ClipAction(envs) if is_box else envs
         return gym.wrappers.vector.DtypeObservation(envs, np.float32)
     except Exception as error:
-        fail(f"--env-id {args.env_id}, accepted: {', '.join(STATE_SIZES)} or a world of flat states ({error})")
+        fail(f"--env-id {args.env_id}, accepted: {', '.join(STATE_SIZES)} or package:id of flat states ({error})")
 
 
 class ReturnScaler(nn.Module):
@@ -303,7 +303,7 @@ class Ring:
     def __init__(self, num_rows, obs):  # obs (T, N, ...) as they will be added
         self.obs = obs.new_zeros((num_rows, *obs.shape[1:]))
         self.segment_steps = np.zeros(self.obs.shape[:2], np.int64)  # on the host, where pairs are drawn
-        self.head = self.size = 0  # next row to write, rows in use
+        self.head = self.size = 0  # next row to write, rows that can be read
 
     def add(self, obs, segment_steps):
         rows = (self.head + np.arange(len(obs))) % len(self.obs)
@@ -377,7 +377,8 @@ def save_checkpoint(path, learned, **progress):
 def load_checkpoint(path, learned):
     """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file."""
     try:
-        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
+        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():
+            raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])
@@ -435,8 +436,6 @@ if __name__ == "__main__":
         rnet_optimizer = torch.optim.Adam(rnet.parameters(), fused=True)  # its rate is set where it trains
         learned |= {"rnet": rnet, "rnet_optimizer": rnet_optimizer}
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
-    if args.resume:
-        load_checkpoint(args.resume, learned)
 
     args.run_name = re.sub(r"[^\w.-]", "-", args.run_name or f"{args.env_id}__{method}__{seed}__{int(time.time())}")
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{args.run_name}"
@@ -444,9 +443,11 @@ if __name__ == "__main__":
         os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
-        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
+        fail(f"--run-name or --resume: {run_dir}, accepted: a new one, or to resume one without a live run ({error})")
+    if args.resume:  # once more: now nobody else can write it
+        *_, global_step, history = load_checkpoint(args.resume, learned)
     folder = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --exclude=*")  # or why there is none
+    commit = subprocess.getoutput(f"git -C {shlex.quote(folder)} describe --always --dirty --exclude=*")  # or an error
     origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
@@ -469,7 +470,6 @@ if __name__ == "__main__":
     if method == "sprl":
         ring = Ring(max(args.ring_size // args.num_envs, args.num_steps, window + 1), obs)
         ring.add(obs[-1:], segment_steps[-1:])
-    if rnet:
         embeddings = torch.cat(window * [embed_all(rnet, obs[-1:])])  # no pair has any but the last
     failure, start_time, start_step = None, time.time(), global_step
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
@@ -598,7 +598,7 @@ if __name__ == "__main__":
                 charts["rnet/triplets"] = triplets.shape[1]
                 empty_trainings = 0 if triplets.shape[1] else empty_trainings + 1
                 if empty_trainings == 5:
-                    print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
+                    print("\nno triplets in 5 RNet trainings: too dense rewards or too short episodes", file=sys.stderr)
                 next_rnet_step = global_step + args.rnet_intervals[min(global_step // 1_000_000, 2)]
 
             # LOG #####################################################################################################
@@ -616,7 +616,7 @@ if __name__ == "__main__":
             bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
 
             # CHECKPOINT ##############################################################################################
-            if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
+            if global_step % args.checkpoint_interval < batch_size or iteration == num_iterations:
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
                     evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
@@ -627,11 +627,11 @@ if __name__ == "__main__":
         failure = error
 
     sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
-    save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
-    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    if all(weight.isfinite().all() for weight in agent.parameters()):  # a stop may come before LOG has looked
+        save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    returns = [row["charts/episodic_return"] for row in history if "charts/episodic_return" in row][-10:]
     outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
-    state = "stopped" if failure else "done"
-    print(f"\n{method} {args.env_id}: {state} at step {global_step:,}, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
+    print(f"\n{'stopped' if failure else 'done'} at step {global_step:,}, {outcome}, see {run_dir}", file=sys.stderr)
     envs.close()
     writer.close()
     if returns:

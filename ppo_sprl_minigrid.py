@@ -91,7 +91,7 @@ class Args:
     rnet_weight_decay: float = 1e-4  # L2 penalty of the RNet
     label_smoothing: float = 0.1  # of the RNet's loss (authors' code: 0.1)
     heldout_pairs: int = 15_000  # new pairs of each kind that measure the RNet's accuracy (paper's MiniGrid: 15K)
-    rnet_reliable_accuracy: float = 0.75  # no cost until a held-out accuracy has passed this
+    rnet_reliable_accuracy: float = 0.75  # no cost until a heldout-out accuracy has passed this
 
 
 SHOWN = ("charts/episodic_return", "charts/success_rate", "sprl/cost_rate", "rnet/heldout_accuracy")  # on bar and curve
@@ -165,8 +165,10 @@ class FullyObservable:
 
 def make_world(env_id, max_episode_steps):
     """One world by its id, of a subclass that is fully observable."""
-    world = gym.make(env_id, max_steps=max_episode_steps, disable_env_checker=True).unwrapped
-    return type(type(world).__name__, (FullyObservable, type(world)), {})(**world.spec.kwargs)
+    world = gym.make(env_id, disable_env_checker=True).unwrapped
+    world = type(type(world).__name__, (FullyObservable, type(world)), {})(**world.spec.kwargs)
+    world.max_steps = max_episode_steps
+    return world
 
 
 class GridWorlds(gym.vector.VectorEnv):
@@ -179,9 +181,9 @@ class GridWorlds(gym.vector.VectorEnv):
         try:
             self.worlds = [make_world(env_id, max_episode_steps) for _ in range(num_envs)]
             self.worlds[0].reset(seed=0)
+            self.num_envs, self.map_size = num_envs, (self.worlds[0].width, self.worlds[0].height)
         except Exception as error:  # gymnasium names ids that are close to an unknown one
-            fail(f"--env-id {env_id}, accepted: any MiniGrid world ({error})")
-        self.num_envs, self.map_size = num_envs, (self.worlds[0].width, self.worlds[0].height)
+            fail(f"--env-id {env_id}, accepted: any MiniGrid world, from a package as package:id ({error})")
         self.single_observation_space = gym.spaces.Box(0, 255, (num_frames, *self.map_size, 3), np.uint8)
         self.single_action_space = self.worlds[0].action_space
         self.frames = np.zeros((num_envs, *self.single_observation_space.shape), np.uint8)
@@ -354,7 +356,7 @@ class Ring:
     def __init__(self, num_rows, obs):  # obs (T, N, ...) as they will be added
         self.obs = obs.new_zeros((num_rows, *obs.shape[1:]))
         self.segment_steps = np.zeros(self.obs.shape[:2], np.int64)  # on the host, where pairs are drawn
-        self.head = self.size = 0  # next row to write, rows in use
+        self.head = self.size = 0  # next row to write, rows that can be read
 
     def add(self, obs, segment_steps):
         rows = (self.head + np.arange(len(obs))) % len(self.obs)
@@ -428,7 +430,8 @@ def save_checkpoint(path, learned, **progress):
 def load_checkpoint(path, learned):
     """Fills what is learned; returns settings, command, global_step and history. Runs no code of the file."""
     try:
-        assert os.path.basename(path) == "agent.pt" and not zipfile.ZipFile(path).testzip(), "another name, or damaged"
+        if os.path.basename(path) != "agent.pt" or zipfile.ZipFile(path).testzip():
+            raise ValueError("another name, or damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in learned.items():
             part.load_state_dict(checkpoint[name])
@@ -489,8 +492,6 @@ if __name__ == "__main__":
 
         envs = rnet = Oracle(envs, args.k - 1, window)  # the worlds, which know what is reachable in them
     next_rnet_step, empty_trainings = global_step + args.rnet_start, 0  # a resumed run fills its ring first
-    if args.resume:
-        load_checkpoint(args.resume, learned)
 
     args.run_name = re.sub(r"[^\w.-]", "-", args.run_name or f"{args.env_id}__{method}__{seed}__{int(time.time())}")
     run_dir = os.path.dirname(args.resume) or "." if args.resume else f"runs/{args.run_name}"
@@ -498,9 +499,11 @@ if __name__ == "__main__":
         os.makedirs(run_dir, exist_ok=bool(args.resume))
         lock = FileLock(f"{run_dir}/lock", timeout=0).acquire()  # for as long as this process lives
     except OSError as error:
-        fail(f"{run_dir}, accepted: a new folder, or with --resume one without a live run ({error})")
+        fail(f"--run-name or --resume: {run_dir}, accepted: a new one, or to resume one without a live run ({error})")
+    if args.resume:  # once more: now nobody else can write it
+        *_, global_step, history = load_checkpoint(args.resume, learned)
     folder = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.getoutput(f"git -C '{folder}' describe --always --dirty --exclude=*")  # or why there is none
+    commit = subprocess.getoutput(f"git -C {shlex.quote(folder)} describe --always --dirty --exclude=*")  # or an error
     origin = {"script": script, "command": command, "commit": commit, "args": asdict(args)}
     if args.track:
         import wandb
@@ -646,7 +649,7 @@ if __name__ == "__main__":
                 charts["rnet/triplets"] = triplets.shape[1]
                 empty_trainings = 0 if triplets.shape[1] else empty_trainings + 1
                 if empty_trainings == 5:
-                    print("\nno triplets in five RNet trainings: rewards too dense for SPRL", file=sys.stderr)
+                    print("\nno triplets in 5 RNet trainings: too dense rewards or too short episodes", file=sys.stderr)
                 next_rnet_step = global_step + args.rnet_intervals[min(global_step // 1_000_000, 2)]
 
             # LOG #####################################################################################################
@@ -664,7 +667,7 @@ if __name__ == "__main__":
             bar.set_postfix({name.split("/")[1]: row[name] for row in history[-10:] for name in SHOWN if name in row})
 
             # CHECKPOINT ##############################################################################################
-            if global_step % args.checkpoint_interval < batch_size:  # an interval ended in this iteration
+            if global_step % args.checkpoint_interval < batch_size or iteration == num_iterations:
                 save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
                 if args.capture_video:
                     evaluate = f"{folder}/analysis/evaluate.py", f"{run_dir}/agent.pt", "--script", __file__
@@ -675,11 +678,11 @@ if __name__ == "__main__":
         failure = error
 
     sys.tracebacklimit = 0  # what fails from here on, or a second Ctrl-C, ends it with one line
-    save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
-    returns = [row["charts/episodic_return"] for row in history[-10:] if "charts/episodic_return" in row]
+    if all(weight.isfinite().all() for weight in agent.parameters()):  # a stop may come before LOG has looked
+        save_checkpoint(f"{run_dir}/agent.pt", learned, **origin, global_step=global_step, history=history)
+    returns = [row["charts/episodic_return"] for row in history if "charts/episodic_return" in row][-10:]
     outcome = f"return {np.mean(returns):.3f}" if returns else "no episode has ended"
-    state = "stopped" if failure else "done"
-    print(f"\n{method} {args.env_id}: {state} at step {global_step:,}, {outcome}, {run_dir}/agent.pt", file=sys.stderr)
+    print(f"\n{'stopped' if failure else 'done'} at step {global_step:,}, {outcome}, see {run_dir}", file=sys.stderr)
     envs.close()
     writer.close()
     if returns:

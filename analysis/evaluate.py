@@ -24,6 +24,8 @@ from gymnasium.envs.registration import load_env_creator
 from PIL import Image
 from tqdm import tqdm
 
+os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+
 
 @dataclass
 class Args:
@@ -48,7 +50,10 @@ def most_likely(agent, obs, space):
 def render(envs):
     """Environment 0's image; vector environments of gymnasium's own return one for each."""
     image = envs.render()
-    return image[0] if isinstance(image, tuple | list) else image
+    image = image[0] if isinstance(image, tuple | list) else image
+    if image is None:
+        fail("--video, accepted: a world that draws itself (its make_envs must hand on render_mode)")
+    return image
 
 
 def play(envs, agent, quotas, seed, greedy=False, frames=None, video_episodes=3, max_frames=300):
@@ -87,7 +92,6 @@ class DrawnFetch:
     num_envs = 1
 
     def __init__(self, run_args):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
         import gymnasium_robotics
 
         gym.register_envs(gymnasium_robotics)

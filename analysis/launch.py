@@ -35,14 +35,15 @@ class Run(SimpleNamespace):
             return "left"
         try:
             record = json.load(open(self.json))
-        except ValueError:
-            record = {"command": ["damaged"]}
-        was, now = (set(re.split(" (?=--)", " ".join(command))) for command in (record["command"], self.command))
+            was, finished = set(re.split(" (?=--)", " ".join(record["command"]))), record["finished"]
+        except (ValueError, KeyError, TypeError, OSError):
+            was, finished = {"damaged"}, False
+        now = set(re.split(" (?=--)", " ".join(self.command)))
         if was != now:  # in whatever order
             flags = " ".join(sorted(was - now)) or "fewer"
             print(f"{self.folder} was made with other flags ({flags}), move it away to run it anew", file=sys.stderr)
             return "failed"
-        return "finished" if record["finished"] else "left"
+        return "finished" if finished else "left"
 
     def write_json(self, finished):
         with open(f"{self.json}.tmp", "w") as file:
@@ -261,8 +262,7 @@ if __name__ == "__main__":
             for run in running:
                 if HEARD not in run.said():
                     run.process.terminate()
-        states = [run.state for run in runs]
-        done, live, failed = (states.count(state) for state in ("finished", "running", "failed"))
+        done, live, failed = ([run.state for run in runs].count(state) for state in ("finished", "running", "failed"))
         line = f"{options.block}: {done} done, {live} running, {failed} failed of {len(runs)}"
         is_due = line != shown or time.time() - shown_at > (5 if CLEAR else 600)
         if is_due and (running or not queue):

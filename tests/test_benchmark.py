@@ -491,9 +491,10 @@ def test_a_damaged_log_ends_nothing(tree, damage):
     assert (process.returncode, errors) == (0, "") and "2 done, 0 running, 0 failed of 2" in output
 
 
-def test_a_damaged_record_is_refused_by_name(tree):
+@pytest.mark.parametrize("damage", ["{", "{}", "[]", '{"command": null}', '{"command": ["x"]}', "[[]]"])
+def test_a_damaged_record_is_refused_by_name(tree, damage):
     tree.write(f"runs/{PPO_1}/agent.pt", "100")
-    tree.write(f"runs/{PPO_1}.json", "{")
+    tree.write(f"runs/{PPO_1}.json", damage)
     result = tree("quick --seeds 1 --steps 400")
     assert result.returncode == 1 and tree.started() == [SPRL_1]
     assert result.stderr == f"runs/{PPO_1} was made with other flags (damaged), move it away to run it anew\n"

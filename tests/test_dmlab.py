@@ -968,7 +968,7 @@ def test_run_on_the_stand_in(run, capfd, monkeypatch):
     before = run(f"{FLAGS} --env-id {MANY}{steps(3)}", DMLAB)
     assert before["args"].engine == "labmaze" and before["method"] == "sprl-labmaze"
     printed = capfd.readouterr().err
-    assert f"sprl-labmaze on {MANY} (" in printed and f"sprl-labmaze {MANY}: done at step {3 * BATCH}," in printed
+    assert f"sprl-labmaze on {MANY} (" in printed and f"\ndone at step {3 * BATCH}," in printed
     assert torch.load(CHECKPOINT, weights_only=True)["args"]["engine"] == "labmaze"
     assert all({"rnet/loss", "rnet/heldout_accuracy", "sprl/cost_rate"} <= row.keys() for row in before["history"][1:])
     after = run(f"--resume {CHECKPOINT}{steps(4)}", DMLAB)

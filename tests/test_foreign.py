@@ -107,8 +107,8 @@ from minigrid.minigrid_env import MiniGridEnv
 
 
 class Corridor(MiniGridEnv):
-    def __init__(self, max_steps=30, **kwargs):
-        super().__init__(MissionSpace(lambda: "walk"), width=9, height=5, max_steps=max_steps, **kwargs)
+    def __init__(self, render_mode=None):
+        super().__init__(MissionSpace(lambda: "walk"), width=9, height=5, max_steps=30, render_mode=render_mode)
 
     def _gen_grid(self, width, height):
         self.grid, self.mission = Grid(width, height), "walk"
@@ -123,12 +123,13 @@ gym.register("Corridor-v0", Corridor)
 
 @pytest.mark.parametrize("script_name", [CANONICAL, "ppo_eco.py", "ppo_icm.py", "ppo_gtgrid.py"])
 def test_a_grid_world_of_the_users_own(run, script_name, tmp_path, monkeypatch):
-    """By gymnasium's syntax, PACKAGE:ID, on a grid that is not square."""
+    """By gymnasium's syntax, PACKAGE:ID, on a grid that is not square. The time limit is the flag's."""
     (tmp_path / "my_mazes.py").write_text(OWN_WORLD)
     monkeypatch.syspath_prepend(tmp_path)
     flags = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 1 --total-timesteps 256 --run-name small"
-    result = run(f"{flags} --env-id my_mazes:Corridor-v0", script_name)
+    result = run(f"{flags} --env-id my_mazes:Corridor-v0 --max-episode-steps 7", script_name)
     assert result["obs"].shape[2:] == (1, 9, 5, 3) and len(result["history"]) == 2
+    assert max(row["charts/episodic_length"] for row in result["history"]) <= 7
 
 
 @pytest.mark.parametrize("env_id", ["Nowhere-v0", "FetchPull-v4"])
@@ -137,3 +138,15 @@ def test_unknown_world_is_one_line(run, capfd, env_id):
         run(f"--env-id {env_id}", FETCH)
     error = capfd.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1 and env_id in error and "FetchReach-v4" in error
+
+
+@pytest.mark.parametrize("space", [gym.spaces.Box(-1, 1, (2, 2)), gym.spaces.Discrete(4, start=-2)])
+def test_actions_that_do_not_fit_are_one_line(run, capfd, space):
+    class World(gym.Env):
+        observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), space
+
+    gym.register("Fits-v0", World)
+    with pytest.raises(SystemExit) as end:
+        run("--env-id Fits-v0", FETCH)
+    error = capfd.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and "neither a flat Box nor Discrete from 0" in error

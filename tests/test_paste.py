@@ -65,9 +65,9 @@ for iteration in range(1, args.num_iterations + 1):
         actions[step], logprobs[step] = action, probs.log_prob(action)
         next_obs, reward, terminations, truncations, infos = envs.step(action.numpy())
         reward = np.float32(reward > 0) if SPARSE else reward
+        # AFTER ENVS.STEP
         next_done = np.logical_or(terminations, truncations)
         rewards[step] = torch.tensor(reward).to(device).view(-1)
-        # AFTER ENVS.STEP
         next_obs, next_done = torch.Tensor(next_obs).to(device), torch.Tensor(next_done).to(device)
     extrinsic = rewards.clone()
     # AFTER A ROLLOUT
@@ -118,6 +118,10 @@ def pasted(cost_scale, num_iterations=1, env_id="CliffWalking-v1", back_and_fort
         place = line.rpartition("  # ")[2].upper()
         current = place if place in PLACES else current
         glue.setdefault(current, []).append(line)
+    glue["AFTER A ROLLOUT"] = [
+        line.replace("0.01 * ksp_cost", "cost_scale * ksp_cost") for line in glue["AFTER A ROLLOUT"]
+    ]
+    assert any("cost_scale" in line for line in glue["AFTER A ROLLOUT"])
     assert tuple(glue) == PLACES and len(blocks) == 8 and sum(map(len, glue.values())) == 15
     script = PLAIN_PPO.replace("\n\nclass OneHot", f"\n\n{text}\n\n\nclass OneHot", 1)
     for place, part in glue.items():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -88,11 +89,11 @@ def test_what_a_checkpoint_says_of_track_starts_nothing(run, monkeypatch):
 
 
 def test_interval_of_checkpoints(run, monkeypatch):
-    """Every second iteration, and the end."""
+    """Every second iteration, the last one, and the end."""
     saved, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (saved.append(b), replace(a, b)))
     run(f"{PPO} --checkpoint-interval {2 * BATCH}{steps(5)}")
-    assert saved == 3 * [CHECKPOINT]
+    assert saved == 4 * [CHECKPOINT]
 
 
 def test_without_git(run, monkeypatch, tmp_path):
@@ -124,6 +125,13 @@ def test_run_too_short_for_an_episode(run, capfd, tmp_path):
     assert "no episode has ended" in last and "curve.png" not in last and os.path.exists(CHECKPOINT)
 
 
+def test_last_line_knows_episodes_of_long_ago(run, capfd):
+    """One episode in 200 steps, whose end is more than ten rollouts ago."""
+    flags = "--num-envs 1 --num-steps 8 --num-minibatches 1 --total-timesteps 200 --cost-scale 0 --run-name small"
+    run(f"{flags} --env-id MiniGrid-KeyDoors-11x11-v0")
+    assert "done at step 200, return 0.000, see runs/small" in capfd.readouterr().err
+
+
 # CRASH-ONLY ##########################################################################################################
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_run_well(start, run, tmp_path, number):
@@ -132,9 +140,24 @@ def test_signals_end_a_run_well(start, run, tmp_path, number):
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "stopped at step" in error.splitlines()[-1]
-    assert "Traceback" not in error and CHECKPOINT in error.splitlines()[-1]
+    assert "Traceback" not in error and error.rstrip().endswith("see runs/small")
     iterations = torch.load(tmp_path / CHECKPOINT, weights_only=True)["global_step"] // BATCH
     assert run(f"--resume {CHECKPOINT}{steps(iterations + 1)}")["history"][-1]["step"] == (iterations + 1) * BATCH
+
+
+def test_ruined_networks_are_not_saved(run, monkeypatch):
+    """A Ctrl-C in the update that made the weights NaN: the checkpoint before it stays."""
+    run(PPO + steps(1))
+    before = Path(CHECKPOINT).read_bytes()
+
+    def ruin(parameters, _):
+        for part in parameters:
+            part.data.fill_(torch.nan)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", ruin)
+    run(f"--resume {CHECKPOINT}{steps(2)}")
+    assert Path(CHECKPOINT).read_bytes() == before
 
 
 @pytest.mark.slow
