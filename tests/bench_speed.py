@@ -142,7 +142,7 @@ def run_script(command, fill, burn_in, iterations):
                 seconds.clear()
                 state["start"] = now
             if state["iteration"] == 1 + fill + burn_in + iterations:
-                state["end"] = now
+                state["end"], state["seconds"] = now, dict(seconds)
         state["part"], state["since"] = SECTIONS.get(section, "rest"), time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +156,7 @@ def run_script(command, fill, burn_in, iterations):
         os.chdir(ROOT)
     namespace = module.__dict__
     steps = iterations * namespace["batch_size"]
-    return {part: seconds[part] for part in PARTS}, steps / (state["end"] - state["start"]), namespace
+    return {part: state["seconds"].get(part, 0.0) for part in PARTS}, steps / (state["end"] - state["start"]), namespace
 
 
 def plain_trunk(trunk, obs):
