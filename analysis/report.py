@@ -188,7 +188,7 @@ def draw_scores(rows, styles, baselines, score, path):
         task = make_heading(members)[0].replace("$", r"\$")
         text = line[0].text(0, 1.02, task, transform=line[0].transAxes, va="bottom", fontweight="bold")
         text.set_in_layout(False)  # or a long name would squeeze the first column
-    note = f"bars: 95 % bootstrap intervals; hollow: fewer than {MIN_SEEDS} seeds, no interval; axes differ in range"
+    note = f"bars: 95 % bootstrap intervals; methods of fewer than {MIN_SEEDS} seeds are left out; axes differ in range"
     figure.supxlabel(note, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -341,9 +341,10 @@ def main(args):
         write_markdown(rows, scaled, baselines, score, claim, files[1])
         title = f"SPRL: {Path(args.folder).resolve().name}"
         Path(files[2]).write_text(make_page(runs, rows, scaled, baselines, title, claim), encoding="utf-8")
-        if any(row["final_iqm_low"] is not None for row in rows):
-            draw_scores(rows, styles, baselines, score, files[3])
-        else:  # single points say less than the table; nor may an older picture stay
+        with_interval = [row for row in rows if row["final_iqm_low"] is not None]
+        if with_interval:  # single points say less than the table
+            draw_scores(with_interval, styles, baselines, score, files[3])
+        else:  # nor may an older picture stay
             Path(files.pop()).unlink(missing_ok=True)
     except OSError as error:  # no permission, full disk
         fail(first_line(error))
