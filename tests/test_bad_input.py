@@ -97,8 +97,8 @@ TABLE = [
     (ALL, "--resume bare/agent.pt", ("--resume bare/agent.pt", REFUSED)),
     (ALL, "--resume other/agent.pt", ("--resume other/agent.pt", REFUSED)),
     (ALL, "--resume other/agent.pt.tmp", ("--resume other/agent.pt.tmp", REFUSED)),
-    ((MINIGRID, FETCH, *BASELINES), "--run-name taken", ("runs/taken", "a new folder")),
-    ((MINIGRID, FETCH, *BASELINES), "--run-name taken/file", ("runs/taken-file", "a new folder")),
+    ((MINIGRID, FETCH, *BASELINES), "--run-name taken", ("runs/taken", "a new one")),
+    ((MINIGRID, FETCH, *BASELINES), "--run-name taken/file", ("runs/taken-file", "a new one")),
 ]
 
 
